@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--pass-ms", type=real(0, 10_000), default=5.0, help="time of a fake worker's pass")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="a running coordinator; default: start one")
-    parser.add_argument("--http", metavar="HOST:PORT", help="its OpenAI server, without TLS")
+    parser.add_argument("--http", metavar="HOST:PORT", help="its HTTP server, without TLS")
     parser.add_argument("--output", type=output_folder)
     add_prompts(parser)
     options = parser.parse_args(arguments)
@@ -69,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def start_service(stack: ExitStack, pass_ms: float) -> tuple[str, str]:
-    """Start fake workers, a coordinator and an OpenAI server. Return the addresses of the last two."""
+    """Start fake workers, a coordinator and an HTTP server. Return the addresses of the last two."""
     port, http_port = free_port(2), free_port()
     start_coordinator(stack, port, *start_fakes(stack, "--pass-ms", str(pass_ms)))
     address = f"127.0.0.1:{port}"

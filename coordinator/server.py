@@ -28,7 +28,7 @@ RELEASE_SECONDS = 2.0
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
 
-# Calls leave no reference cycles, and a full garbage collection stops all of them for long when thousands are open.
+# Calls leave no reference cycles; with thousands open, a full collection pauses them all noticeably.
 COLLECTIONS_PER_FULL_COLLECTION = 100
 
 log = logging.getLogger("coordinator.server")  # also if run as __main__

@@ -1,4 +1,4 @@
-"""Documented commands that need only the embedded pair run against a real `specpool up`."""
+"""Documented commands and examples that need only the embedded pair run against a real `specpool up`."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_commands import COMMANDS
+from doc_commands import COMMANDS, PYTHON_EXAMPLES
 from gateway import gateway
 
 BIN = Path(sys.executable).parent
@@ -30,12 +30,12 @@ def test_a_session_of_documented_commands_with_the_embedded_pair(tmp_path: Path)
         try:
             assert server.stdout is not None
             address = next(found[1] for line in server.stdout if (found := re.search(r"serving at (\S+)", line)))
-            for text in queries:
-                query = ["bash", "-c", text]
+            calls = [[sys.executable, "-c", text.replace("127.0.0.1:50050", address)] for text in PYTHON_EXAMPLES]
+            for query in [*(["bash", "-c", text] for text in queries), *calls]:
                 environment = {**activated, "SPECPOOL_ADDRESS": address}
                 done = subprocess.run(query, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-                assert done.returncode == 0, (text, done.stderr)
-                assert done.stdout or ">" in text, text
+                assert done.returncode == 0, (query, done.stderr)
+                assert done.stdout or ">" in query[-1], query
             asyncio.run(call_through_gateway(address))
         finally:
             server.terminate()

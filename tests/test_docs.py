@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_commands import COMMANDS, PAGES, ROOT, SETTINGS, fences, settings_of
+from doc_commands import COMMANDS, PAGES, PYTHON_EXAMPLES, ROOT, SETTINGS, settings_of
 from serving import serving
 
 from specpool.cli import main as cli
@@ -19,7 +19,6 @@ FOLDERS = [ROOT / folder for folder in ("", "specpool", "specpool/engine", "coor
 
 BUF_COMMANDS = [command.text for command in COMMANDS if command.program == "buf"]
 SAMPLES = {"Generate": 1, "GenerateStream": 2, "GetModelInfo": 0}  # in the output of each method
-PYTHON_EXAMPLES = {text for _, language, text in fences() if language == "python" and "OpenAI" not in text}
 
 
 async def output_of(address: str, program: str | Path, text: str) -> str:

@@ -35,7 +35,7 @@ KNOWN_TAGS = (
 # Formats by the texts in the templates that ask for them. The first match wins.
 TOOL_CALL_FORMATS = (
     ("harmony", ("<|channel|>",)),
-    ("qwen3_coder", ("<function=",)),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("glm", ("<arg_key>",)),
     ("mistral_args", ("[ARGS]",)),
     ("mistral", ("[TOOL_CALLS]",)),

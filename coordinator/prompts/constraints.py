@@ -94,7 +94,10 @@ def _with_options(schema: Any, defaults: Options) -> str:
     """Return a schema as JSON text, with its llguidance options: the defaults, its own, and `STRICT`."""
     if schema is True:
         schema = {}
-    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        if not isinstance(own, dict):  # llguidance would read a list as options, too
+            raise ConstraintError('"x-guidance" must be an object')
         schema = {**schema, "x-guidance": {**defaults, **own, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 

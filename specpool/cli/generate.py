@@ -23,6 +23,7 @@ from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_
 from specpool.client.requests import CHAT_OPTIONS
 from specpool.drafting.plans import DraftMethod
 from specpool.errors import InvalidArgumentError, RequestError, SpecpoolError
+from specpool.rpc.config.help import with_flags
 from specpool.rpc.config.settings import (
     INT32_MAX,
     INT32_MIN,
@@ -80,10 +81,10 @@ class GenerateSettings(Settings, ClientSecurity):
     regex: str | None = Field(None, description="regular expression that the answer must match")
     grammar: Path | None = Field(None, description="file with a Lark or GBNF grammar of the answer")
     choice: list[str] | None = Field(None, description="allowed answer; repeat the flag for more")
-    constraint_after_reasoning: bool | None = Field(None, description="apply the constraint only after the reasoning")
+    constraint_after_reasoning: bool | None = Field(None, description="apply the constraint after the reasoning")
     json_whitespace: bool | None = Field(None, description="allow optional whitespace in JSON")
-    max_thinking_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="maximum tokens of the reasoning")
-    skip_special_tokens: bool | None = Field(None, description="omit special tokens from the text, as by default")
+    max_thinking_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="maximum tokens of reasoning")
+    skip_special_tokens: bool | None = Field(None, description="omit special tokens from the text; default: on")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )
@@ -240,10 +241,11 @@ def _options(settings: GenerateSettings, constraint: str | None) -> dict[str, An
 
 
 def _with_file(error: SpecpoolError, settings: GenerateSettings) -> str:
-    """Format an error, naming the file of a refused constraint."""
+    """Format an error with the names of flags, and with the file of a refused constraint."""
     files = {"sampling_params.json_schema": settings.json_schema, "sampling_params.grammar": settings.grammar}
     file = files.get(error.field) if isinstance(error, InvalidArgumentError) else None
-    return f"{error}" if file is None else f"{file}: {error}"
+    text = with_flags(GenerateSettings, str(error))
+    return text if file is None else f"{file}: {text}"
 
 
 async def _generate(settings: GenerateSettings, lines: list[PromptLine], constraint: str | None) -> int:
@@ -254,7 +256,7 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine], constra
                 with waiting("specpool generate", settings.address) as show:
                     await client.wait_ready(settings.wait_seconds, show)
             except SpecpoolError as error:
-                print(f"specpool generate: {error}", file=sys.stderr)
+                print(f"specpool generate: {_with_file(error, settings)}", file=sys.stderr)
                 return 1
         if settings.prompts is None and not settings.json_lines:
             return await _stream_one(client, settings, lines[0], options)

@@ -69,6 +69,11 @@ def _name(certificate: dict[str, Any]) -> str | None:
     return name.replace("*", "any") if name is not None else None
 
 
+def own_names(model: str) -> dict[str, str]:
+    """Return the names in `up` of the settings that target and draft have separately. `model`: one of these two."""
+    return {name: f"{model}_{name}" for name in ("revision", "weights", "activations", "kv_memory", "memory_limit")}
+
+
 def check_services(services: list[Service]) -> None:
     """Check ports, devices, models and tokenizers. Raises ProcessFailedError, which names the flag."""
     try:
@@ -94,7 +99,7 @@ def _check_options(role: str, worker: Service) -> TargetOptions:
     given = {name: value for name, value in worker.settings.items() if name in TargetOptions.model_fields}
     options = TargetOptions(**{name: value for name, value in given.items() if value is not None})
     devices = f"{role}_devices" if options.tensor_parallel > 1 or role == "standby" else f"{role}_device"
-    names = {"model": role, "device": devices}
+    names = {"model": role, "device": devices, **own_names("draft" if role == "draft" else "target")}
     if role == "draft":
         check_options(options, names)
     else:

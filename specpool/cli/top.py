@@ -20,6 +20,7 @@ from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
 from specpool.client.failures import is_permanent
 from specpool.errors import RequestError, UnavailableError
+from specpool.rpc.config.help import with_flags
 from specpool.rpc.config.settings import CoordinatorAddress, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.v1 import generation_pb2 as pb
@@ -57,9 +58,15 @@ async def _show(settings: TopSettings, console: Console) -> int:
     with contextlib.suppress(asyncio.CancelledError), Live(connecting, console=console, screen=True) as screen:
         async for view in _views(settings):
             screen.update(
-                Panels(view, console.height) if isinstance(view, View) else failure_panel(settings.address, str(view))
+                Panels(view, console.height)
+                if isinstance(view, View)
+                else failure_panel(settings.address, _reason(view))
             )
     return 0
+
+
+def _reason(error: Exception) -> str:
+    return with_flags(TopSettings, clean(str(error)))
 
 
 async def _print_once(settings: TopSettings, console: Console) -> int:
@@ -73,7 +80,7 @@ async def _print_once(settings: TopSettings, console: Console) -> int:
         if isinstance(view, View):  # rates need a second state
             view = await anext(views)
     if isinstance(view, Exception):
-        print(f"specpool top: {settings.address}: {clean(str(view))}", file=sys.stderr)
+        print(f"specpool top: {settings.address}: {_reason(view)}", file=sys.stderr)
         return 1
     if settings.json_object:
         print(json.dumps(asdict(view)))

@@ -53,7 +53,7 @@ class Panels:
 
 def failure_panel(address: str, reason: str) -> Panel:
     """Replace the view if a call fails."""
-    text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
+    text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C exits.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
 
 

@@ -13,7 +13,7 @@ from itertools import chain, count
 from typing import Any
 
 from coordinator.config.settings import MAX_NUM_SEQS
-from specpool.cli.preflight import check_services, health_check_security
+from specpool.cli.preflight import check_services, health_check_security, own_names
 from specpool.cli.processes import ProcessFailedError, Service, arguments_of, kill, require_torch
 from specpool.cli.up_http import api_url, http_services
 from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, SecureUpSettings, UpSettings
@@ -28,8 +28,6 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import ServerSecurity
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-PER_MODEL = ("revision", "weights", "activations", "kv_memory", "memory_limit")
-"""Settings that target and draft have separately, such as "target_revision"."""
 OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
 """Settings of the carried draft, which target workers take under the same names."""
 UNNUMBERED = {"target worker", "draft worker"}
@@ -93,7 +91,7 @@ def _slots(settings: UpSettings, role: str) -> int:
 def _worker(role: str, number: int, models: Mapping[str, str], port: int, settings: UpSettings) -> Service:
     """Return the worker with this number, from 1."""
     like = "target" if role == "standby" else role  # a standby has the target's settings
-    own = {name: getattr(settings, f"{like}_{name}", None) for name in PER_MODEL}
+    own = {name: getattr(settings, of_up, None) for name, of_up in own_names(like).items()}
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
@@ -112,7 +110,8 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
         flags["log_name"] = name.replace(" ", "-")
     starts_last = role == "standby" or number > 1
     module, address = f"{like}_worker.server", f"127.0.0.1:{port}"
-    typed = {f"--{name}": f"--{like}-{name}" for name in ("device", *(each.replace("_", "-") for each in PER_MODEL))}
+    named = {"device": f"{like}_device", **own_names(like)}
+    typed = {f"--{name}".replace("_", "-"): f"--{of_up}".replace("_", "-") for name, of_up in named.items()}
     typed |= {"--max-sequences": "--max-num-seqs", "--tensor-parallel": "--target-devices"}
     return Service(name, module, arguments_of(flags), address, settings=flags, flags=typed, starts_last=starts_last)
 
@@ -154,8 +153,8 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     try:
         services += services_of(settings, *models_of(settings))
         coordinator = services[-1]
-        services += http_services(settings, coordinator)
         await asyncio.to_thread(check_services, services)
+        services += http_services(settings, coordinator)
         first = [service for service in services if not service.starts_last]
         last = [service for service in services if service.starts_last]
         try:

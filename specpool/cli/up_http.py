@@ -33,7 +33,7 @@ def http_services(settings: UpSettings, coordinator: Service) -> list[Service]:
     try:
         check_port("http_port", settings.host, settings.api_port)
     except ListenError as error:
-        raise ProcessFailedError(f"{error}; give another --http-port, or 0 for none", WRONG_SETTINGS) from None
+        raise ProcessFailedError(str(error), WRONG_SETTINGS) from None
     flags = {name: getattr(settings, name) for name in OF_UP}
     flags |= {"port": settings.api_port, "coordinator_address": coordinator.address}
     flags |= {f"coordinator_{name}": coordinator.security.get(name) for name in FOR_COORDINATOR}

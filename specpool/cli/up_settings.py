@@ -32,7 +32,7 @@ WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
-    """Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair."""
+    """Serve a pair on this machine, over gRPC and OpenAI's HTTP API. Default: the embedded pair."""
 
     colocates_on_cpu: ClassVar[bool] = False
     """Whether target workers on a CPU carry the draft by default, as on a GPU (docs/decisions.md)."""
@@ -178,7 +178,7 @@ class UpSettings(ListeningSettings):
         ports = self._ports()
         for name, port in ports.items():
             if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
-                raise ValueError(f"--{name} must not be metrics_port or one of the {others} after it")
+                raise ValueError(f"--{name} must not be metrics_port or one of the {others} ports after it")
             if port and [*ports.values()].count(port) > 1:
                 raise ValueError(f"{', '.join(f'--{name} {port}' for name, port in ports.items())} must differ")
 
@@ -237,15 +237,15 @@ class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
         None,
         ge=0,
         le=65535,
-        description="port of OpenAI's API over HTTP, with the certificate and tokens of the coordinator; 0: none; "
+        description="port of OpenAI's HTTP API, with the coordinator's certificate and tokens; 0: none; "
         f"default: {HTTP_PORT} if host is a loopback address and allowed_names is not given",
     )
     health_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="second port of the coordinator, for health checks only and without TLS; default: none. The "
-        "workers answer health checks at their own ports, on the loopback interface",
+        description="second port of the coordinator for health checks only, without TLS; default: none. Workers answer "
+        "health checks on their own ports, on the loopback interface",
     )
 
     @property
@@ -260,7 +260,7 @@ class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
         return {name: port for name, port in given.items() if port is not None}
 
     @model_validator(mode="after")
-    def _check_callers(self) -> Self:
+    def _check_http(self) -> Self:
         if self.http_port and self.allowed_names:
             raise ValueError("http_port must not be given with allowed_names, which only the coordinator checks")
         return self

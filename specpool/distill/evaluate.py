@@ -1,8 +1,8 @@
 """Agreement of a draft with its target, by kind of prompt: `python -m specpool.distill.evaluate --prompts FILE`.
 
-The target answers greedily. Then the draft reads each answer in one pass and predicts every token. A line of the file
-is a text, {"prompt"}, a chat, {"messages"}, or a Spec-Bench question, {"turns"}, of which only the first turn is used.
-A line can have a "category". The last line of the output is JSON.
+The target answers greedily. Then the draft reads each answer in one pass and predicts every token. Each line of
+the file is a text {"prompt"}, a chat {"messages"}, or a Spec-Bench question {"turns"} (only the first turn is used). A
+line can have a "category". The last line of the output is JSON.
 """
 
 import json
@@ -46,7 +46,7 @@ Prompts = dict[str, list[str | Chat]]
 class EvaluateSettings(Settings):
     """Measure how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
 
-    prompts: Path = Field(description="JSONL file of prompts, chats or Spec-Bench questions, perhaps with a category")
+    prompts: Path = Field(description="JSONL file of prompts, chats or Spec-Bench questions; a category is optional")
     model: str | None = Field(None, description="folder of the draft; default: the embedded one")
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     max_sequences: int = Field(16, ge=1, description="answers generated at a time")
@@ -95,7 +95,7 @@ def evaluate(settings: EvaluateSettings, prompts: Prompts, target: str, model: s
         fitting = {category: [each for each in group if len(each) <= limit] for category, group in tokens.items()}
         if not any(fitting.values()):
             answer = questions.limits.max_answer
-            raise ValueError(f"none has at most {limit} tokens, which leaves {answer} of {length} positions")
+            raise ValueError(f"all are longer than {limit} tokens ({length} positions less {answer} for the answer)")
     agreed: dict[str, list[Sequence[Sequence[bool]]]] = {}
     for category, group in fitting.items():
         if group:

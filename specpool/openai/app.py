@@ -1,4 +1,4 @@
-"""The routes of the OpenAI server."""
+"""The routes of the HTTP server."""
 
 import asyncio
 import json
@@ -115,11 +115,11 @@ class Front:
             except grpc.RpcError as error:
                 if not (others and is_refused(error)):
                     raise api_error(error) from None
-        raise unavailable("no coordinator is known")
+        raise unavailable("no coordinator was found")
 
     async def _health(self, request: Request, reply: Reply, _: Observed) -> None:
         is_serving = self._coordinators.is_serving
-        status = {"status": "ok" if is_serving else "no coordinator serves"}
+        status = {"status": "ok" if is_serving else "no coordinator is serving"}
         await reply.json(json.dumps(status).encode(), 200 if is_serving else 503)
 
     async def _metrics(self, request: Request) -> Response:

@@ -22,14 +22,14 @@ Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 UNSUPPORTED = {
     "audio": "audio is not supported",
     "best_of": "use n",
-    "echo": "prompts cannot be returned",
+    "echo": "prompts are not returned",
     "function_call": "deprecated; use tool_choice",
     "functions": "deprecated; use tools",
-    "moderation": "answers are not moderated",
+    "moderation": "moderation is not supported",
     "prediction": "predicted outputs are not supported",
-    "suffix": "text cannot be inserted",
+    "suffix": "inserting text is not supported",
     "verbosity": "use a message or chat_template_kwargs",
-    "web_search_options": "there is no web search",
+    "web_search_options": "web search is not supported",
 }
 
 
@@ -47,7 +47,7 @@ class TextPart(Body):
 
 def _check_part(part: Any) -> Any:
     if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
-        raise ValueError(f"a part of type {str(part['type'])[:40]!r} is not supported; only text is")
+        raise ValueError(f"parts of type {str(part['type'])[:40]!r} are not supported; use text")
     return part
 
 
@@ -107,7 +107,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: must be given with type json_schema, and only then")
+            raise ValueError("json_schema: required with type json_schema, and not allowed otherwise")
         return self
 
 
@@ -125,7 +125,7 @@ class StructuredOutputs(Body):
     def _check_one(self) -> "StructuredOutputs":
         if len(self.model_fields_set) != 1 or not any(value is not None for _, value in self):
             names = sorted(field.alias or name for name, field in StructuredOutputs.model_fields.items())
-            raise ValueError(f"must have one of {', '.join(names)}")
+            raise ValueError(f"must have exactly one of {', '.join(names)}")
         return self
 
 

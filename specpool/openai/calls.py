@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpool.client.chats import make_chat
@@ -59,6 +59,8 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
         param, _, reason = str(error).partition(": ")
         raise invalid(param, reason) from None
     params, names = _params(body, info, plan)
+    if params.WhichOneof("constraint") and not params.constraint_after_reasoning:
+        plan = replace(plan, reasoning=pb.ReasoningTags())  # the whole text is the answer
     if body.max_completion_tokens is not None:
         params.max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.logprobs:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 """Pause before an unreachable coordinator is watched again."""
+START_SECONDS = 10.0
+"""Time in which a coordinator that starts together with this server may be unreachable without a warning."""
 INFO_SECONDS = 5.0
 """Time for which a coordinator's model info is reused."""
 CALL_SECONDS = 10.0
@@ -45,6 +47,7 @@ class Link(AsyncConnected):
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
         self._fault = ""
+        self._expected_at = time.monotonic() + START_SECONDS
         self._watching = asyncio.create_task(self._watch())
 
     @asynccontextmanager
@@ -100,17 +103,20 @@ class Link(AsyncConnected):
                     async for response in stub.Watch(health_pb2.HealthCheckRequest()):
                         self._set_serving(response.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.RpcError as error:
-                fault = str(await async_failure(error, self._connector))
-                if fault != self._fault:
-                    log.warning("coordinator %s is unreachable: %s", self.address, fault)
-                self._fault = fault
+                if time.monotonic() > self._expected_at:
+                    self._set_fault(str(await async_failure(error, self._connector)))
             self.is_serving = False
             await asyncio.sleep(RETRY_SECONDS)
 
+    def _set_fault(self, fault: str) -> None:
+        if fault != self._fault:
+            log.warning("coordinator %s is unreachable: %s", self.address, fault)
+        self._fault = fault
+
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
-            log.info("coordinator %s %s", self.address, "serves" if is_serving else "does not serve")
-        self.is_serving, self._fault = is_serving, ""
+            log.info("coordinator %s is %s", self.address, "serving" if is_serving else "not serving")
+        self.is_serving, self._fault, self._expected_at = is_serving, "", 0.0
 
 
 class Coordinators:

@@ -70,7 +70,7 @@ class Generation:
             except grpc.RpcError as error:
                 if not (others and is_refused(error)):
                     raise api_error(error, self.names) from None
-        raise unavailable("no coordinator is known")
+        raise unavailable("no coordinator was found")
 
     def _key(self) -> bytes:
         """Return a digest of what must be equal for requests to share cached prefixes."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -33,16 +34,16 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return a body. Raises ApiError if it is too large or too slow, starlette's ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        raise too_large(f"the body has more than {max_bytes} bytes")
+        raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
-                    raise too_large(f"the body has more than {max_bytes} bytes")
+                    raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     except TimeoutError:
-        message = f"the body did not arrive within {seconds:g} s"
+        message = f"the body did not arrive within {seconds:g} s (--receive-seconds)"
         raise ApiError(408, message, headers={"connection": "close"}) from None
     return bytes(body)
 
@@ -70,7 +71,7 @@ def metadata_of(request: Request) -> Metadata:
     """Return the metadata of the request's calls: the caller's token and trace. Raises ApiError."""
     metadata = [(name, value) for name in PASSED for value in request.headers.getlist(name)]
     if any(name == HEADER and not _PLAIN.fullmatch(value) for name, value in metadata):
-        message = "Authorization: must be Bearer and a token of ASCII characters"
+        message = "Authorization: must be Bearer and an ASCII token"
         raise ApiError(401, message, "authentication_error", code="invalid_api_key")
     return [(name, value) for name, value in metadata if _PLAIN.fullmatch(value)]
 
@@ -82,12 +83,13 @@ class _InvalidJsonError(ValueError):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise _InvalidJsonError("an object has the same key twice")
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise _InvalidJsonError(f"an object has the key {key[:40]!r} twice")
     return values
 
 
 def _refuse_constant(name: str) -> None:
-    raise _InvalidJsonError(f"{name} is no number")
+    raise _InvalidJsonError(f"{name} is not allowed")
 
 
 def _malformed(reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The process of the OpenAI server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The process of the HTTP server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ BACKLOG = 2048
 REFUSED_CONNECTIONS = 64
 """Connections above the limit whose requests are answered. Further ones are closed at once."""
 PROBED = ("/health", "/metrics")
-"""Answered above the limit, too: a failing probe would restart the server, and cut its requests."""
+"""Answered above the limit too: a failing probe would restart the server, and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
 """Bytes of a stream that the system buffers for a client that does not read."""
@@ -92,7 +92,7 @@ class OpenAIServer:
         suffix = " with TLS" if settings.tls_files is not None else ""
         log.info("listening on %s%s", join_address(settings.host, port), suffix)
         if settings.tls_files is None and not is_loopback(settings.host):
-            log.warning("tls_cert is not set: tokens, prompts and answers travel in plain text")
+            log.warning("--tls-cert is not set: tokens, prompts and answers travel in plain text")
         return port
 
     def stop(self, drain: bool = True) -> None:
@@ -114,7 +114,7 @@ class OpenAIServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if len(self._uvicorn.server_state.connections) <= self._max_connections or scope["path"] in PROBED:
+        if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
             return await self._routes(scope, receive, send)
         log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
         refused = unavailable("too many connections")

@@ -26,6 +26,8 @@ class ListenError(OSError):
         elif isinstance(cause, OSError) and cause.errno is not None:
             setting = host_setting if cause.errno == errno.EADDRNOTAVAIL else setting
             reason = os.strerror(cause.errno)  # without Python's addition
+            if cause.errno in (errno.EADDRINUSE, errno.EACCES):
+                reason += f"; give another --{setting.replace('_', '-')}"
         super().__init__(f"{setting.replace('_', '-')}: cannot listen on {join_address(host, port)}: {reason}")
 
 

@@ -113,6 +113,7 @@ def simple_commands(text: str) -> Iterator[tuple[str, ...]]:
 
 
 COMMANDS = [command for name in PAGES for command in commands_of(name)]
+PYTHON_EXAMPLES = {text for _, language, text in fences() if language == "python" and "OpenAI" not in text}
 
 
 def settings_of(program: str) -> type[Settings] | None:

@@ -1,4 +1,4 @@
-"""Reading of whole answers with the parsers of the OpenAI server."""
+"""Reading of whole answers with the parsers of the HTTP server."""
 
 import json
 from collections.abc import Sequence

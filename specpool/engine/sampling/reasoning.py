@@ -111,9 +111,10 @@ class ReasoningBlock:
             if len(opening) > count and opening[:count] == self._head(token_ids, count)
         ]
         if self._forbids_block:
-            last = {opening[-1] for opening in possible if len(opening) == count + 1}
-            if last:
-                return Limit(mask=~self._mask_of(sorted(last)))
+            # Later, the model would have begun a tag that it cannot complete, such as harmony's "<|channel|>analysis".
+            rest = max(1, len(self._reasoning.begin) - 1)
+            if forbidden := {opening[count] for opening in possible if len(opening) - count == rest}:
+                return Limit(mask=~self._mask_of(sorted(forbidden)))
         if not self._has_grammar:
             return FREE
         # A model whose reasoning is off may begin with whitespace, too. The tag would be its only legal continuation.

@@ -220,6 +220,7 @@ REFUSED = [
     ("json_schema", '{"enum": ["\\ud800"]}', "has a lone surrogate"),
     ("json_schema", "[" * 60_000, "is nested too deeply"),
     ("json_schema", "5", "does not compile: schema must be an object or boolean"),
+    ("json_schema", '{"x-guidance": [",", ":", true, null, true, true]}', '"x-guidance" must be an object'),
     ("json_schema", '{"type": "foo"}', "does not compile: Invalid type: foo"),
     ("json_schema", '{"not": {"const": 1}}', 'does not compile: Unimplemented keys: ["not"]'),
     ("regex", "(a", "does not compile: invalid regex: unclosed group"),

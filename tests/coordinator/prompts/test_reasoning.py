@@ -100,6 +100,8 @@ def test_the_answer_of_harmony_begins_in_its_final_channel() -> None:
         ('<tool_call>\n{"name"', "hermes"),
         ('<|start_header_id|>{"name": name, "parameters": dictionary', "llama3"),
         ('{"name": name, "parameters": dictionary', ""),
+        ('<function=f>{"a": 1}</function>', ""),
+        ("<seed:tool_call><function=f><parameter=a>", ""),
         ("", ""),
     ],
 )

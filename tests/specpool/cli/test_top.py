@@ -9,14 +9,17 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from rich.console import Console
 from rich.live import Live
 from serving import PATIENCE_SECONDS, Serving, free_address, make_request, serving
 
 from coordinator.server import CoordinatorServer
+from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.top import TopSettings, top
 from specpool.cli.top_panels import Panels, failure_panel
 from specpool.cli.top_view import activity, view_of
@@ -226,6 +229,16 @@ async def test_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str])
     status, out, err = await once(free_address(), capsys, wait_seconds=0)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
+
+
+async def test_errors_name_the_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    async with serving() as served:
+        status, _, err = await once(served.address, capsys, tls_ca=ca.path)
+        assert (status, "does not use TLS: connect without --tls-ca" in err) == (1, True)
+        settings = GenerateSettings(address=served.address, prompt="Once", tls_ca=ca.path)
+        assert await asyncio.to_thread(generate, settings) == 1
+    assert capsys.readouterr().err.endswith(" does not use TLS: connect without --tls-ca\n")
 
 
 class Terminal:

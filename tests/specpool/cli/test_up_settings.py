@@ -337,6 +337,14 @@ def test_targets_on_one_gpu_need_the_size_of_their_caches(tiny_pair: tuple[Path,
         check_services(services_of(settings, model, None))
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_limit_that_is_too_small_names_the_flag(role: str, tiny_pair: tuple[Path, Path]) -> None:
+    target, draft = map(str, tiny_pair)
+    settings = UpSettings(target=target, draft=draft, separate=True, **{f"{role}_kv_memory": 1})  # type: ignore[arg-type]
+    with pytest.raises(ProcessFailedError, match=rf"^{role}-kv-memory: 1B is too small"):
+        check_services(services_of(settings, target, draft))
+
+
 # --- OpenAI's API over HTTP
 
 
@@ -402,9 +410,16 @@ def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        reason = rf"^http-port: cannot listen on 127.0.0.1:{port}: .*; give another --http-port, or 0 for none$"
+        reason = rf"^http-port: cannot listen on 127.0.0.1:{port}: Address already in use; give another --http-port$"
         with pytest.raises(ProcessFailedError, match=reason):
             http_server(monkeypatch, http_port=port)
+
+
+def test_callers_are_checked_before_any_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"api_tokens: .*: No such file"):
+        SecureUpSettings(api_tokens=tmp_path / "tokens")
+    with pytest.raises(ValidationError, match="allowed_names: must be given with tls_ca"):
+        SecureUpSettings(allowed_names="alice")
 
 
 def test_only_the_coordinator_gets_the_health_port() -> None:
@@ -418,8 +433,8 @@ def test_only_the_coordinator_gets_the_health_port() -> None:
     [
         ({"port": 8000}, "--port 8000, --http-port 8000 must differ"),
         ({"health_port": 50050}, "--port 50050, --health-port 50050, --http-port 8000 must differ"),
-        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
-        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
+        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 ports after"),
+        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 ports after it"),
     ],
 )
 def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:

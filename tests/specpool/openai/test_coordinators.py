@@ -11,6 +11,7 @@ from scripted_target import ScriptedTarget
 from secure_service import until
 from serving import Serving, free_address, serving
 
+from specpool.openai import coordinators
 from specpool.openai.coordinators import Coordinators
 from specpool.rpc import discovery
 
@@ -80,6 +81,25 @@ async def test_requests_go_on_when_a_coordinator_dies() -> None:
         assert [link.address for link in front.coordinators.ranked(b"")] == [service.address]
 
 
+async def test_only_a_coordinator_that_stays_unreachable_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coordinators, "RETRY_SECONDS", 0.01)
+    address = free_address()
+    starting = Coordinators([address], {})
+    monkeypatch.setattr(coordinators, "START_SECONDS", 0.0)
+    absent = Coordinators([free_address()], {})
+    try:
+        await until(lambda: "is unreachable" in caplog.text)
+        async with serving(ScriptedTarget(), port=int(address.rpartition(":")[2])):
+            await until(lambda: starting.is_serving)
+        assert f"coordinator {address} is unreachable" not in caplog.text.partition(f"{address} serves")[0]
+        await until(lambda: f"coordinator {address} is unreachable" in caplog.text)
+    finally:
+        await starting.close()
+        await absent.close()
+
+
 async def test_records_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     records = ["127.0.0.1"]
 
@@ -89,14 +109,14 @@ async def test_records_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(discovery, "_resolve", resolve)
     monkeypatch.setattr(discovery, "RESOLVE_SECONDS", 0.01)
-    coordinators = Coordinators(["dns:///coordinators:50050"], {})
+    following = Coordinators(["dns:///coordinators:50050"], {})
     try:
-        await until(lambda: addresses_of(coordinators) == ["127.0.0.1:50050"])
+        await until(lambda: addresses_of(following) == ["127.0.0.1:50050"])
         records[:] = ["127.0.0.2", "127.0.0.3"]
-        await until(lambda: addresses_of(coordinators) == ["127.0.0.2:50050", "127.0.0.3:50050"])
+        await until(lambda: addresses_of(following) == ["127.0.0.2:50050", "127.0.0.3:50050"])
     finally:
-        await coordinators.close()
+        await following.close()
 
 
-def addresses_of(coordinators: Coordinators) -> list[str]:
-    return sorted(link.address for link in coordinators.ranked(b""))
+def addresses_of(followed: Coordinators) -> list[str]:
+    return sorted(link.address for link in followed.ranked(b""))

@@ -42,7 +42,7 @@ async def test_sigterm_lets_a_request_finish() -> None:
         process("--port", str(port), "--coordinator-address", coordinator.address) as running,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS) as client,
     ):
-        await until_line(running, " serves")
+        await until_line(running, "is serving")
         coordinator.target.open.clear()
         body = {"model": MODEL, "prompt": "x", "max_tokens": 4}
         answer = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -68,7 +68,6 @@ async def test_a_port_in_use_is_named() -> None:
                 port = line.decode().split()[-1].rpartition(":")[2]
                 break
         async with process("--port", port) as second:
-            await until_line(
-                second, f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: Address already in use"
-            )
+            reason = "Address already in use; give another --port"
+            await until_line(second, f"specpool-openai: port: cannot listen on 127.0.0.1:{port}: {reason}")
             assert await second.wait() == 2

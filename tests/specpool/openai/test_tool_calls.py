@@ -175,6 +175,8 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=now"),
     ("harmony", "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}"),
+    ("qwen3_coder", '<function=now>\n{"a": 1}</function>'),
+    ("harmony", "<|channel|>analysis Hello<|end|>"),
 ]
 
 

@@ -89,7 +89,7 @@ def test_a_busy_machine_gets_no_recommendation(
     assert str(caught.value) == (
         "specpool plan: no recommendation, because measured times contradict each other: "
         "target: 1 row took 820.0 ms, but 2 rows took 140.0 ms. "
-        "Other programs keep this machine busy: stop them, leave CPUs to them with --threads, or try again later"
+        "Other programs keep this machine busy: stop them, reduce --threads, or try again later"
     )
     captured = capsys.readouterr()
     assert captured.out == ""

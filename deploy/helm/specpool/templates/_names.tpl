@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft, target or http, or standby. */}}
+{{/* Names, labels and addresses. A role is a key of the values (coordinator, draft, target, http), or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}

@@ -113,7 +113,7 @@ async def test_used_port_is_reported_in_one_line() -> None:
     async with running() as (port, _, _):
         for host in ("127.0.0.1", "0.0.0.0"):
             server = Server(ServerSettings(drain_seconds=0, metrics_port=port, host=host), 2**20)
-            with pytest.raises(OSError, match=rf"^metrics-port: cannot listen on \S+:{port}: Address already in use$"):
+            with pytest.raises(OSError, match=rf"^metrics-port: cannot listen on \S+:{port}: Address already in use; "):
                 await server.start()
             server.stop()
             await server.wait_stopped()

@@ -37,7 +37,7 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         b"[" * 100_000: "is nested too deeply",
         body(seed=1).replace(b"1", b"9" * 10_000): "is not JSON",
         body(top_p=1.0).replace(b"1.0", b"NaN"): "NaN",
-        b'{"model": "a", "model": "b"}': "the same key twice",
+        b'{"model": "a", "model": "b"}': "the key 'model' twice",
         body().replace(b"Hi", b"\\ud800"): "is not UTF-8 text",
         body().replace(b"Hi", b"\xff"): "is not UTF-8 text",
         body().replace(b"Hi", b"\\ud800").decode().encode("utf-16"): "is not UTF-8 text",
