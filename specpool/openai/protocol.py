@@ -22,8 +22,9 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            return self.transport.abort()
-        self._expect_head()
+            self.transport.abort()
+        else:
+            self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -115,7 +115,8 @@ class OpenAIServer:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
         if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
-            return await self._routes(scope, receive, send)
+            await self._routes(scope, receive, send)
+            return
         log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
         refused = unavailable("too many connections")
         headers = {**refused.all_headers(), "connection": "close"}

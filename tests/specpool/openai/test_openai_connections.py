@@ -188,6 +188,16 @@ async def test_invalid_http_is_refused_in_openais_form(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_probes_are_answered_beyond_the_limit_on_connections() -> None:
+    async with openai_service({"max_connections": 2}) as service:
+        held = [await connect(service, b"") for _ in range(2)]
+        async with httpx2.AsyncClient(base_url=service.url) as client:
+            statuses = {path: (await client.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")}
+        assert statuses == {"/v1/models": 503, "/health": 200, "/metrics": 200}
+        for _, writer in held:
+            writer.close()
+
+
 async def test_connections_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.openai.server.REFUSED_CONNECTIONS", 1)
     head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
