@@ -2,10 +2,9 @@
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from specpool.openai.errors import UNKNOWN_PARAMETER, UNSUPPORTED_PARAMETER, ApiError, invalid
+from specpool.openai.errors import UNSUPPORTED_PARAMETER, invalid
 
 MAX_PROMPTS = 128
 """Maximum prompts of a completion request."""
@@ -228,33 +227,3 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[str | Many[str] | Many[Uint32] | Many[Many[Uint32]], BeforeValidator(_check_prompts)]
     logprobs: Int32 | None = None
-
-
-def explain(error: ValidationError) -> ApiError:
-    """Convert a validation error. It names the path of the first invalid field."""
-    problems = error.errors(include_url=False, include_input=False)
-    unknown = (each for each in problems if each["type"] == "extra_forbidden")
-    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest union member
-    param = _path(problem)
-    if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
-    reason = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return invalid(param, "required", "missing_required_parameter")
-    code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
-    return invalid(param, reason[:1].lower() + reason[1:], code)
-
-
-# Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
-_UNION_MEMBERS = {"str", "bool", "int"}
-
-
-def _path(problem: ErrorDetails) -> str:
-    """Return the path of a field, such as `messages[0].content`."""
-    path = ""
-    for part in problem["loc"]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.replace("_", "").isalnum() and part not in _UNION_MEMBERS:
-            path += f".{part}" if path else part
-    return path

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 from grpc import StatusCode
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from specpool.rpc.status import ANSWERED, details_of
 
@@ -35,6 +37,9 @@ _RETRYABLE = (429, 503)
 # Fields of the gRPC API that have other names in OpenAI's. `names` adds those of a request.
 _PARTS = ("sampling_params.", "chat.")
 _NAMES = {"text": "prompt", "tokenized.input_ids": "prompt"}
+
+# Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
+_UNION_MEMBERS = {"str", "bool", "int"}
 
 
 @dataclass
@@ -77,6 +82,21 @@ def unavailable(reason: str) -> ApiError:
     return ApiError(503, reason, "server_error", code="unavailable", retry_seconds=RETRY_SECONDS)
 
 
+def explain(error: ValidationError) -> ApiError:
+    """Convert a validation error. It names the path of the first invalid field."""
+    problems = error.errors(include_url=False, include_input=False)
+    unknown = (each for each in problems if each["type"] == "extra_forbidden")
+    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest union member
+    param = _path(problem)
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return invalid(param, "required", "missing_required_parameter")
+    code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
+    return invalid(param, reason[:1].lower() + reason[1:], code)
+
+
 def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
     """Convert a `grpc.RpcError`. `names`: see `Work.names`."""
     status, kind, code = _STATUSES.get(error.code(), _FAULT)
@@ -108,3 +128,14 @@ def _param(field_: str, names: Mapping[str, str]) -> str:
         if field_ == name or field_.startswith((f"{name}.", f"{name}[")):
             return known[name] + field_[len(name) :]
     return field_
+
+
+def _path(problem: ErrorDetails) -> str:
+    """Return the path of a field, such as `messages[0].content`."""
+    path = ""
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.replace("_", "").isalnum() and part not in _UNION_MEMBERS:
+            path += f".{part}" if path else part
+    return path

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from specpool.openai.bodies import GenerationBody, explain
+from specpool.openai.bodies import GenerationBody
 from specpool.openai.coordinators import Metadata
-from specpool.openai.errors import INVALID, ApiError, too_large
+from specpool.openai.errors import INVALID, ApiError, explain, too_large
 from specpool.rpc.security.tokens import HEADER
 
 B = TypeVar("B", bound=GenerationBody)
