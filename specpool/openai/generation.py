@@ -124,7 +124,7 @@ class Generation:
 async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
     """Return the responses of calls that run at the same time. The first error, or a cancellation, ends them all."""
     try:
-        return [await call for call in calls]
+        return await asyncio.gather(*calls)
     finally:
         for call in calls:
             call.cancel()
@@ -132,12 +132,13 @@ async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
 
 async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateStreamResponse]]:
     """Yield the messages of streams as they arrive, with the streams' numbers. Closing it ends the streams."""
+    reading: dict[asyncio.Future[Any], int] = {}
     try:
         if len(calls) == 1:
             async for message in calls[0]:
                 yield 0, message
             return
-        reading = {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
+        reading |= {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
         while reading:
             done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             for read in done:
@@ -148,3 +149,4 @@ async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateS
     finally:
         for call in calls:
             call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)

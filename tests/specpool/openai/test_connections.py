@@ -1,6 +1,7 @@
 """Clients that disconnect, clients that stop reading, many streams at once, and the drain."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -94,10 +95,11 @@ async def test_many_streams_run_at_once() -> None:
         assert await asyncio.gather(*streams) == ["Hello"] * 200
 
 
-async def test_errors_after_the_first_event_end_the_stream() -> None:
+@pytest.mark.parametrize("prompts", [1, 4])
+async def test_errors_after_the_first_event_end_the_stream(prompts: int, caplog: pytest.LogCaptureFixture) -> None:
     async with openai_service(num_speculative_tokens=0, stream_stall_seconds=60.0) as service:
-        chunks = await service.client.chat.completions.create(
-            **OPTIONS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        chunks = await service.client.completions.create(
+            model=MODEL, prompt=["Hi"] * prompts, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
         )
         await anext(aiter(chunks))
         await service.coordinator.target.stop()
@@ -107,6 +109,17 @@ async def test_errors_after_the_first_event_end_the_stream() -> None:
             async for _ in chunks:
                 pass
         await stopping
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_the_first_error_ends_all_prompts() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()  # the first prompt has no answer
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            await service.client.completions.create(model=MODEL, prompt=["Hi", ""], timeout=10)
+        service.coordinator.target.open.set()
+        await service.coordinator.until_idle()
 
 
 async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
