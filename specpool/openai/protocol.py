@@ -22,7 +22,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            return self.transport.abort()
+            self.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
