@@ -18,7 +18,7 @@ URL = "/v1/chat/completions"
 
 
 def body(**fields: object) -> bytes:
-    return json.dumps({**CHAT, **fields}).encode()
+    return json.dumps({**CHAT, **fields}).replace("Infinity", "1e999").encode()
 
 
 def error_of(response: httpx2.Response, status: int) -> dict[str, str]:
@@ -70,6 +70,7 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
         ({"chat_template_kwargs": {"enable_thinking": 10**400}}, "chat_template_kwargs", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": float("inf")}}]}, "tools[0]", "invalid_value"),
         ({"stop": 1}, "stop", "invalid_type"),
     ],
     ids=lambda value: str(value)[:40],

@@ -112,6 +112,7 @@ async def stream(service: OpenAIService, target: ScriptedTarget) -> None:
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
     assert not any(chunk.usage for chunk in [chunk async for chunk in await chat(service, stream=True)])
+    await refusal(chat(service, stream_options=usage), "stream_options")
 
 
 @row
