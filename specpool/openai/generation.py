@@ -15,7 +15,7 @@ from specpool.openai.answers import Header, Stops, chat_answer, completion_answe
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import api_error, is_refused, unavailable, unknown_model
+from specpool.openai.errors import ApiError, api_error, is_refused, unavailable, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -84,7 +84,11 @@ class Generation:
             info = await link.info(self.metadata, is_cached=False)
         if self.body.model != info.served_model_name:
             raise unknown_model(self.body.model, info.served_model_name)
-        work = self.kind.work(self.body, info, self.id)
+        try:
+            work = self.kind.work(self.body, info, self.id)
+        except ApiError:
+            await link.info(self.metadata, is_cached=False)  # tells strangers nothing about the model
+            raise
         self.names = work.names
         stops = Stops(frozenset(info.eos_token_ids))
         async with link.stub() as stub:
@@ -124,7 +128,8 @@ class Generation:
 async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
     """Return the responses of calls that run at the same time. The first error, or a cancellation, ends them all."""
     try:
-        return await asyncio.gather(*calls)
+        responses: list[pb.GenerateResponse] = await asyncio.gather(*calls)
+        return responses
     finally:
         for call in calls:
             call.cancel()

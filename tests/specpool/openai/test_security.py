@@ -66,6 +66,8 @@ async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server:
             # A model's name is told to known callers only.
             with pytest.raises(openai.AuthenticationError):
                 await nobody.chat.completions.create(**{**CHAT, "model": "other"})
+            with pytest.raises(openai.AuthenticationError):
+                await nobody.chat.completions.create(**CHAT, tool_choice="required")
         async with httpx2.AsyncClient(base_url=url) as client:
             assert (await client.get("/v1/models")).status_code == 401
             repeated = [("authorization", f"Bearer {TOKEN}"), ("authorization", f"Bearer {OTHER_TOKEN}")]
