@@ -65,8 +65,8 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         # More than all buffers on the way hold.
         large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
         body = json.dumps({**endless(), **large, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await reader.readexactly(1)
         answers = [await service.client.chat.completions.create(**OPTIONS, max_tokens=8) for _ in range(8)]
         assert all(answer.usage.completion_tokens == 8 for answer in answers)

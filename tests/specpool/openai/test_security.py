@@ -77,7 +77,8 @@ async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server:
         # Strangers cannot make the server read a large body.
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: 1000000\r\n\r\n".encode())
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        writer.write(b"content-type: application/json\r\ncontent-length: 1000000\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
         writer.close()
         await writer.wait_closed()
