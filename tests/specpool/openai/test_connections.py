@@ -210,3 +210,19 @@ async def test_clients_read_why_a_large_body_is_refused() -> None:
     async with openai_service({"max_body_bytes": 1000}) as service:
         with pytest.raises(openai.APIStatusError, match="more than 1000 bytes"):
             await service.client.completions.create(model=MODEL, prompt="x" * 2**24)
+
+
+async def test_a_client_that_disconnects_after_a_pipelined_request_frees_its_slots() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()
+        body = json.dumps(endless()).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n".encode()
+        _, writer = await connect(service, head + body)
+        await service.coordinator.until(lambda info: info.running)
+        writer.write(b"GET ")
+        [connection] = [each for each in service.server._uvicorn.server_state.connections if each.cycle is not None]
+        await until(lambda: connection.conn.trailing_data[0])
+        writer.close()
+        await service.coordinator.until(lambda info: not info.running)
+        service.coordinator.target.open.set()
