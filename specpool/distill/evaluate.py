@@ -128,10 +128,10 @@ def read_prompts(path: Path) -> Prompts:
         if line.strip():
             try:
                 category, prompt = _prompt(json.loads(line))
-            except (ValueError, TypeError, LookupError) as error:
-                raise ValueError(
-                    f"line {number} is neither a prompt, a chat nor a Spec-Bench question: {error}"
-                ) from None
+            except LookupError:
+                raise ValueError(f"line {number} lacks a prompt, messages with role and content, or turns") from None
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number} is no prompt, chat or Spec-Bench question: {error}") from None
             prompts[category].append(prompt)
     if not prompts:
         raise ValueError(f"{path} has no prompts")
