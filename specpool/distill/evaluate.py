@@ -29,6 +29,7 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
+from specpool.environment.process import run_command
 from specpool.rpc.config.settings import LogLevel, Settings, naming
 from specpool.rpc.observability.logs import configure_logging
 
@@ -175,4 +176,4 @@ def _summary(answers: Sequence[Sequence[Sequence[bool]]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
