@@ -167,7 +167,7 @@ def _separated_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTo
     """
     separator = options.get("separator", "")
     if not isinstance(separator, str):
-        raise ConstraintError("the separator must be a text")
+        raise ConstraintError("the separator must be a string")
     later = "" if options.get("stop_after_first") is True else f"({_terms(separator, tokenizer)} tag)*"
     start = f"tag {later}" if options.get("at_least_one") is True else f"(tag {later})?"
     rules = (f"tag_{i}: {_terms(tag.begin, tokenizer)} {_body(tag, tokenizer)}" for i, tag in enumerate(tags))

@@ -240,7 +240,7 @@ REFUSED = [
     ),
     ("structural_tag", '{"structures": [{}], "triggers": ["a"]}', "a tag must have"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "tags_with_separator"}}', "must be {"),
-    ("structural_tag", json.dumps(separated(5)), "the separator must be a text"),  # type: ignore[arg-type]
+    ("structural_tag", json.dumps(separated(5)), "the separator must be a string"),  # type: ignore[arg-type]
     ("structural_tag", json.dumps({**LEGACY, "triggers": ["x"]}), '"<fn=a>" begins with none of the triggers'),
     (
         "structural_tag",
