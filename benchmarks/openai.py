@@ -126,8 +126,8 @@ async def over_http(address: str, model: str, tokens: int, line: PromptLine) -> 
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        head = f"POST /v1/{route} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-        writer.write(head.encode() + text)
+        head = f"POST /v1/{route} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)
         event: Any = None
         async for received in reader:
             if received.startswith(DATA) and DONE not in received:

@@ -78,7 +78,7 @@ def _json(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{name} is not JSON: {error}") from None
+        raise TypeError(f"{name}: is not JSON: {error}") from None
 
 
 def _options(options: Any) -> Struct:

@@ -29,6 +29,7 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
+from specpool.environment.process import run_command
 from specpool.rpc.config.settings import LogLevel, Settings, naming
 from specpool.rpc.observability.logs import configure_logging
 
@@ -128,10 +129,10 @@ def read_prompts(path: Path) -> Prompts:
         if line.strip():
             try:
                 category, prompt = _prompt(json.loads(line))
-            except (ValueError, TypeError, LookupError) as error:
-                raise ValueError(
-                    f"line {number} is neither a prompt, a chat nor a Spec-Bench question: {error}"
-                ) from None
+            except LookupError:
+                raise ValueError(f"line {number} lacks a prompt, messages with role and content, or turns") from None
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number} is no prompt, chat or Spec-Bench question: {error}") from None
             prompts[category].append(prompt)
     if not prompts:
         raise ValueError(f"{path} has no prompts")
@@ -175,4 +176,4 @@ def _summary(answers: Sequence[Sequence[Sequence[bool]]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,7 +21,7 @@ from specpool.openai.coordinators import Coordinators, Metadata
 from specpool.openai.errors import ApiError, api_error, unavailable, unknown_model
 from specpool.openai.generation import CHAT, COMPLETION, Generation, Kind
 from specpool.openai.metrics import Metrics, Observed
-from specpool.openai.reading import is_short, metadata_of, parse, read_body
+from specpool.openai.reading import check_type, is_short, metadata_of, parse, read_body
 from specpool.openai.reply import Reply, while_connected
 from specpool.openai.settings import OpenAISettings
 from specpool.openai.streams import DONE, event
@@ -89,6 +89,7 @@ class Handlers:
 
     async def _generate(self, path: str, kind: Kind, request: Request, reply: Reply, observed: Observed) -> None:
         metadata = metadata_of(request)
+        check_type(request)
         if not is_short(request):
             await self._info(metadata)  # authenticate the caller before reading a large body
         body = parse(kind.body, await read_body(request, self._settings.max_body_bytes, self._settings.receive_seconds))

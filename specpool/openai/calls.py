@@ -120,6 +120,8 @@ def _params(
     body: GenerationBody, info: pb.GetModelInfoResponse, plan: OutputPlan | None
 ) -> tuple[pb.SamplingParams, dict[str, str]]:
     """Return the sampling parameters, and `Work.names`. Raises ApiError."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     constraint, names = _constraint(body, plan)
     if constraint and plan is not None and info.HasField("reasoning"):

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.client.connections import AsyncConnected, AsyncStub, Connection
-from specpool.client.failures import async_failure
+from specpool.client.failures import async_failure, is_permanent
 from specpool.openai.errors import is_refused, unavailable
 from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
@@ -97,8 +97,9 @@ class Link(AsyncConnected):
                     async for response in stub.Watch(health_pb2.HealthCheckRequest()):
                         self._set_serving(response.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.RpcError as error:
-                if time.monotonic() > self._expected_at:
-                    self._set_fault(str(await async_failure(error, self._connector)))
+                failure = await async_failure(error, self._connector)
+                if is_permanent(failure) or time.monotonic() > self._expected_at:
+                    self._set_fault(str(failure))
             self.is_serving = False
             await asyncio.sleep(RETRY_SECONDS)
 

@@ -15,7 +15,7 @@ from specpool.openai.answers import Header, chat_answer, completion_answer
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import api_error, invalid, unknown_model
+from specpool.openai.errors import ApiError, api_error, invalid, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -79,7 +79,11 @@ class Generation:
             info = await link.info(self.metadata, is_cached=False)
         if self.body.model != info.served_model_name:
             raise unknown_model(self.body.model, info.served_model_name)
-        work = self._work(info)
+        try:
+            work = self._work(info)
+        except ApiError:
+            await link.info(self.metadata, is_cached=False)  # errors describe the model to known callers only
+            raise
         async with link.stub() as stub:
             if self.body.stream:
                 running = [stub.GenerateStream(each, metadata=self.metadata) for each in work.requests]
@@ -121,9 +125,10 @@ class Generation:
 
 
 async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
-    """Await concurrent calls in order. An error or a cancellation cancels them all."""
+    """Await concurrent calls. The first error, or a cancellation, cancels them all."""
     try:
-        return [await call for call in calls]
+        responses: list[pb.GenerateResponse] = await asyncio.gather(*calls)
+        return responses
     finally:
         for call in calls:
             call.cancel()
@@ -131,12 +136,13 @@ async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
 
 async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateStreamResponse]]:
     """Yield (stream number, message) as messages arrive. Closing the generator cancels the streams."""
+    reading: dict[asyncio.Future[Any], int] = {}
     try:
         if len(calls) == 1:
             async for message in calls[0]:
                 yield 0, message
             return
-        reading = {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
+        reading |= {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
         while reading:
             done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             for read in done:
@@ -147,3 +153,4 @@ async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateS
     finally:
         for call in calls:
             call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)

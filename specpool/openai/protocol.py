@@ -9,6 +9,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specpool.openai.errors import ApiError
 
 HEAD_SECONDS = 10.0
+UNREAD_BYTES = 16 * 2**10
+"""Bytes of a next request that are read before the answer to the current one has ended."""
 
 
 class Protocol(H11Protocol):
@@ -29,6 +31,9 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._check_head()
+        # Bytes of a next request stop uvicorn's reading, and the end of the connection would not be noticed.
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < UNREAD_BYTES:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

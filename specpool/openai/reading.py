@@ -18,9 +18,16 @@ B = TypeVar("B", bound=GenerationBody)
 
 # Headers to pass on to coordinators as metadata.
 PASSED = (HEADER, "traceparent", "tracestate")
+JSON_TYPE = "application/json"
 SHORT_BYTES = 64 * 2**10
 """Maximum size of a body that is read before the caller is authenticated."""
 _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
+
+
+def check_type(request: Request) -> None:
+    """Raise ApiError unless the body is JSON. Pages of other sites cannot send that type without CORS."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise ApiError(415, f"content-type: must be {JSON_TYPE}", code="unsupported_media_type")
 
 
 def is_short(request: Request) -> bool:

@@ -75,7 +75,7 @@ class OpenAIServer:
                 limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
-                ssl_context_factory=None if tls is None else lambda *_: tls.context,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             )
         )
         self._running: asyncio.Task[None] | None = None
@@ -151,18 +151,20 @@ async def serve(settings: OpenAISettings) -> None:
     log.info("stopped")
 
 
-class ServerContext:
-    """The TLS context of a server. Every handshake uses the current files."""
+class ServerContext(ssl.SSLContext):
+    """The TLS context of a server. Every handshake uses the current files, and resumes no session of earlier ones."""
+
+    def __new__(cls, files: TlsFiles) -> "ServerContext":
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises ValueError as `TlsFiles.load` does."""
         self._files = files
         self._contexts: Reloaded[ssl.SSLContext] = Reloaded(files.paths, self._load)
-        self.context = self._load()
-        self.context.sni_callback = self._use_current
 
-    def _use_current(self, connection: Any, *_: Any) -> None:
-        connection.context = self._contexts.current()
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """Begin a handshake, as asyncio does."""
+        return self._contexts.current().wrap_bio(*args, **options)
 
     def _load(self) -> ssl.SSLContext:
         self._files.load()

@@ -49,7 +49,7 @@ def _speed_table(draft: DraftPlan) -> Table:
     if draft.pair.shared:
         table.caption += ", if the target worker carries the draft; last column: tokens/s with a draft worker instead"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
-    table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
+    table.add_row("tokens per round", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
         ratios = [f"{speed.of_plain:.2f}" for speed in others]

@@ -387,3 +387,10 @@ def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[
     assert by_position == sorted(by_position, reverse=True)
     assert len(by_position) == k
     assert all(0 <= share <= 1 for share in by_position)
+
+
+def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once"}\n{"prmpt": "Once"}\n')
+    with pytest.raises(ValueError, match=r"^line 2 lacks a prompt, messages with role and content, or turns$"):
+        read_prompts(prompts)

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
+from certificates import Authority
 from openai import AsyncOpenAI
 from openai_service import KEY, MODEL, openai_server
 from scripted_target import ScriptedTarget
@@ -99,6 +101,15 @@ async def test_only_a_coordinator_that_stays_unreachable_is_warned_about(
     finally:
         await starting.close()
         await absent.close()
+
+
+async def test_wrong_tls_settings_are_warned_about_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(ScriptedTarget()) as service:
+        front = Coordinators([service.address], {"tls_ca": Authority(tmp_path).path})
+        try:
+            await until(lambda: "does not use TLS" in caplog.text)
+        finally:
+            await front.close()
 
 
 async def test_records_of_a_name_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

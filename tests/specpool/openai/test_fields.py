@@ -113,6 +113,7 @@ async def stream(service: OpenAIService, target: ScriptedTarget) -> None:
     assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
     await refusal(chat(service, stream_options=usage), "stream_options")
     assert not any(chunk.usage for chunk in [chunk async for chunk in await chat(service, stream=True)])
+    await refusal(chat(service, stream_options=usage), "stream_options")
 
 
 @row

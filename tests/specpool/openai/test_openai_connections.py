@@ -1,6 +1,7 @@
 """Clients that disconnect, clients that stop reading, many streams at once, and the drain."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -64,8 +65,8 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         # More than all buffers on the way can hold.
         large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
         body = json.dumps({**endless(), **large, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await reader.readexactly(1)
         answers = [await service.client.chat.completions.create(**OPTIONS, max_tokens=8) for _ in range(8)]
         assert all(answer.usage.completion_tokens == 8 for answer in answers)
@@ -94,10 +95,11 @@ async def test_many_streams_run_at_once() -> None:
         assert await asyncio.gather(*streams) == ["Hello"] * 200
 
 
-async def test_errors_after_the_first_event_end_the_stream() -> None:
+@pytest.mark.parametrize("prompts", [1, 4])
+async def test_errors_after_the_first_event_end_the_stream(prompts: int, caplog: pytest.LogCaptureFixture) -> None:
     async with openai_service(num_speculative_tokens=0, stream_stall_seconds=60.0) as service:
-        chunks = await service.client.chat.completions.create(
-            **OPTIONS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        chunks = await service.client.completions.create(
+            model=MODEL, prompt=["Hi"] * prompts, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
         )
         await anext(aiter(chunks))
         await service.coordinator.target.stop()
@@ -107,6 +109,17 @@ async def test_errors_after_the_first_event_end_the_stream() -> None:
             async for _ in chunks:
                 pass
         await stopping
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_the_first_error_ends_all_prompts() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()  # the first prompt has no answer
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            await service.client.completions.create(model=MODEL, prompt=["Hi", ""], timeout=10)
+        service.coordinator.target.open.set()
+        await service.coordinator.until_idle()
 
 
 async def test_the_drain_finishes_requests_and_then_ends_the_rest() -> None:
@@ -219,3 +232,19 @@ async def test_clients_read_why_a_large_body_is_refused() -> None:
     async with openai_service({"max_body_bytes": 1000}) as service:
         with pytest.raises(openai.APIStatusError, match="more than 1000 bytes"):
             await service.client.completions.create(model=MODEL, prompt="x" * 2**24)
+
+
+async def test_a_client_that_disconnects_after_a_pipelined_request_frees_its_slots() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()
+        body = json.dumps(endless()).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n".encode()
+        _, writer = await connect(service, head + body)
+        await service.coordinator.until(lambda info: info.running)
+        writer.write(b"GET ")
+        [connection] = [each for each in service.server._uvicorn.server_state.connections if each.cycle is not None]
+        await until(lambda: connection.conn.trailing_data[0])
+        writer.close()
+        await service.coordinator.until(lambda info: not info.running)
+        service.coordinator.target.open.set()
