@@ -10,7 +10,7 @@ from specpool.openai.errors import ApiError
 
 HEAD_SECONDS = 10.0
 UNREAD_BYTES = 16 * 2**10
-"""Bytes of a next request that are read before the answer to the current one has ended."""
+"""Maximum bytes of a pipelined request to buffer before the current one is answered."""
 
 
 class Protocol(H11Protocol):
@@ -31,7 +31,7 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._check_head()
-        # Bytes of a next request stop uvicorn's reading, and the end of the connection would not be noticed.
+        # uvicorn stops reading at a pipelined request, and would then miss a disconnect.
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < UNREAD_BYTES:
             self.flow.resume_reading()
 

@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
 
 
 def check_type(request: Request) -> None:
-    """Raise ApiError unless the body is JSON. Pages of other sites cannot send that type without CORS."""
+    """Raise ApiError unless the body is JSON. Web pages of other origins cannot send it without CORS."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
         raise ApiError(415, f"content-type: must be {JSON_TYPE}", code="unsupported_media_type")
 

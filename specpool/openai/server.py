@@ -152,7 +152,7 @@ async def serve(settings: OpenAISettings) -> None:
 
 
 class ServerContext(ssl.SSLContext):
-    """The TLS context of a server. Every handshake uses the current files, and resumes no session of earlier ones."""
+    """The TLS context of a server. Handshakes use the current files, and never resume sessions of earlier ones."""
 
     def __new__(cls, files: TlsFiles) -> "ServerContext":
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
