@@ -1,11 +1,11 @@
-"""Compare streams over OpenAI's HTTP API with gRPC streams of the same coordinator, by streams at a time.
+"""Compare streams over OpenAI's HTTP API with gRPC streams from the same coordinator, by concurrent streams.
 
     python -m benchmarks.openai [--streams 1,8,32] [--tokens 200] [--repeats 5] [--prompts FILE] [--output FOLDER]
     python -m benchmarks.openai --coordinator 127.0.0.1:50050 --http 127.0.0.1:8000
 
 By default, the coordinator has fake workers whose passes take `--pass-ms`, and all processes run on this machine. With
-`--coordinator` and `--http`, a running service is measured, such as `specpool up`. Both kinds take turns, and ratios
-are taken within a repeat. The clients parse every message. The last line printed is JSON.
+`--coordinator` and `--http`, a running service is measured, such as `specpool up`. HTTP and gRPC alternate, and
+ratios compare runs of the same repeat. The clients parse every message. The last line printed is JSON.
 """
 
 import argparse
@@ -89,7 +89,7 @@ async def measure(options: argparse.Namespace) -> Mapping[tuple[str, int], list[
             "grpc": partial(over_grpc, client, options.tokens),
         }
         cases = [(kind, streams) for streams in options.streams for kind in kinds]
-        for kind, streams in cases:  # warms up
+        for kind, streams in cases:  # warm-up
             await timed(kinds[kind], options.lines[:streams], streams)
         return await in_turns(
             cases, options.repeats, lambda case: timed(kinds[case[0]], options.lines, case[1]), "streams"
@@ -98,10 +98,10 @@ async def measure(options: argparse.Namespace) -> Mapping[tuple[str, int], list[
 
 async def timed(generate: Generate, lines: list[PromptLine], streams: int) -> Run:
     """Answer prompts, `streams` at a time."""
-    places = asyncio.Semaphore(streams)
+    slots = asyncio.Semaphore(streams)
 
     async def one(line: PromptLine) -> int:
-        async with places:
+        async with slots:
             return await generate(line)
 
     began = time.perf_counter()
@@ -114,7 +114,7 @@ async def over_grpc(client: AsyncClient, tokens: int, line: PromptLine) -> int:
     async for message in client.stub.GenerateStream(request):
         if message.WhichOneof("response") == "complete":
             return int(message.complete.usage.completion_tokens)
-    raise ValueError("the stream has no end")
+    raise ValueError("the stream ended without a complete message")
 
 
 async def over_http(address: str, model: str, tokens: int, line: PromptLine) -> int:

@@ -11,7 +11,8 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.service import GenerationServicer, Intake
+from coordinator.serving.intake import Intake
+from coordinator.serving.service import GenerationServicer
 from coordinator.workers.interface import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process

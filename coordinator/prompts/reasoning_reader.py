@@ -9,7 +9,7 @@ AFTER, MAX_TOKENS = "sampling_params.constraint_after_reasoning", "sampling_para
 
 
 def check_reasoning(params: pb.SamplingParams, tags: ReasoningTags | None) -> None:
-    """Raise InvalidArgumentError if the model, or the constraint, does not support a request's options of reasoning."""
+    """Raise InvalidArgumentError if the model or the constraint does not support the request's reasoning options."""
     after, is_limited = params.constraint_after_reasoning, params.HasField("max_thinking_tokens")
     is_constrained = params.WhichOneof("constraint") is not None
     if after and not is_constrained:
@@ -24,7 +24,7 @@ def check_reasoning(params: pb.SamplingParams, tags: ReasoningTags | None) -> No
 def read_reasoning(
     params: pb.SamplingParams, tags: ReasoningTags | None, starts_inside: bool, max_tokens: int
 ) -> Reasoning | None:
-    """Return the limits of a checked request. None if nothing can exceed them. `max_tokens`: of the whole answer."""
+    """Return the limits of a valid request. None if nothing can exceed them. `max_tokens`: of the whole answer."""
     grammar_after = params.constraint_after_reasoning
     if tags is None or (params.WhichOneof("constraint") is not None and not grammar_after):
         return None

@@ -37,11 +37,11 @@ console = Console(stderr=True)
 
 PROGRAM = "python -m specpool.distill.evaluate"
 MAX_POSITIONS = 2048
-"""Default positions of a dialogue, if the target has as many."""
+"""Default number of positions of a dialogue, limited by the target's."""
 ALL = "all"
 Chat = list[dict[str, str]]
 Prompts = dict[str, list[str | Chat]]
-"""Texts and chats by category; ALL: without one."""
+"""Texts and chats by category. ALL: no category."""
 
 
 class EvaluateSettings(Settings):
@@ -123,7 +123,7 @@ def _load(settings: EvaluateSettings, length: int, model: str, target: str | Non
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Prompts of a file by category. OSError; ValueError names an invalid line."""
+    """Return the prompts of a file by category. Raises OSError, and ValueError naming an invalid line."""
     prompts = defaultdict(list)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():

@@ -74,14 +74,14 @@ class DistillSettings(Settings):
 
     @property
     def draft_to_continue(self) -> Path | None:
-        """The trained draft to start from. Without epochs, it can be that of an earlier run."""
+        """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run."""
         if self.epochs == 0 and self.initial is None and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
         return self.initial
 
     @property
     def num_dialogues(self) -> int:
-        """Dialogues to generate. Without epochs, only the calibration and the evaluation need some."""
+        """Number of dialogues to generate. With 0 epochs, only calibration and evaluation need them."""
         needed = self.held_out + CALIBRATION_DIALOGUES
         return self.dialogues if self.epochs else min(self.dialogues, needed)
 

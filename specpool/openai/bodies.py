@@ -1,4 +1,4 @@
-"""Bodies of requests. Fields that are not listed here are refused by name."""
+"""Request bodies. Unlisted fields are refused by name."""
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 from specpool.openai.errors import UNKNOWN_PARAMETER, UNSUPPORTED_PARAMETER, ApiError, invalid
 
 MAX_PROMPTS = 128
-"""Prompts of one request for completions."""
+"""Maximum prompts of a completion request."""
 
 INT32 = Field(ge=-(2**31), lt=2**31)
 UINT32 = Field(ge=0, lt=2**32)
@@ -16,9 +16,9 @@ Int32: TypeAlias = Annotated[int, INT32]
 Uint32: TypeAlias = Annotated[int, UINT32]
 T = TypeVar("T")
 Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
-"""A list without an error for each of its elements, which may be a million."""
+"""A list whose validation stops at the first error, since it may have a million elements."""
 
-# Fields of OpenAI's API that change the answer in a way that this server does not support, and why.
+# OpenAI fields that would change the answer but are not supported, with the reason.
 UNSUPPORTED = {
     "audio": "audio is not supported",
     "best_of": "use n",
@@ -34,7 +34,7 @@ UNSUPPORTED = {
 
 
 class Body(BaseModel):
-    """A part of a body."""
+    """A body, or an object in one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -64,7 +64,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message, including those that an earlier answer returned."""
+    """A message, including the fields of earlier answers that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
@@ -74,7 +74,7 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    # Fields of answers that this server leaves unset.
+    # Fields of answers that this server never sets.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
@@ -87,7 +87,7 @@ class Message(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text."""
+        """The content as one string."""
         if isinstance(self.content, list):
             return "\n".join(part.text or part.refusal or "" for part in self.content)
         return self.content
@@ -155,7 +155,7 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[Many[str], BeforeValidator(_texts)] | None = None
     response_format: ResponseFormat | None = None
-    # Of vLLM's API
+    # vLLM's extensions
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -166,7 +166,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     priority: Int32 = 0
     cache_salt: str | None = None
-    # Of our own API
+    # Specpool's extensions
     json_whitespace: bool = False
     constraint_after_reasoning: bool | None = None
     max_thinking_tokens: Uint32 | None = None
@@ -175,12 +175,11 @@ class GenerationBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_supported(cls, values: Any) -> Any:
-        for name in UNSUPPORTED.keys() & values.keys() if isinstance(values, dict) else ():
+    def _check_supported(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in UNSUPPORTED.keys() & values.keys():
             if values[name] is not None and values[name] is not False:
                 raise invalid(name, f"not supported: {UNSUPPORTED[name]}", UNSUPPORTED_PARAMETER)
-        unset = {name for name in UNSUPPORTED if name in values}
-        return {name: value for name, value in values.items() if name not in unset}
+        return {name: value for name, value in values.items() if name not in UNSUPPORTED}
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationBody":
@@ -232,10 +231,10 @@ class CompletionBody(GenerationBody):
 
 
 def explain(error: ValidationError) -> ApiError:
-    """Return the error of a body, with the path of its first invalid field."""
+    """Convert a validation error. It names the path of the first invalid field."""
     problems = error.errors(include_url=False, include_input=False)
     unknown = (each for each in problems if each["type"] == "extra_forbidden")
-    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest alternative of a union
+    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest union member
     param = _path(problem)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
@@ -246,8 +245,8 @@ def explain(error: ValidationError) -> ApiError:
     return invalid(param, reason[:1].lower() + reason[1:], code)
 
 
-# Alternatives of unions, which pydantic puts into paths. Others, such as "list[str]", are no names of fields.
-_ALTERNATIVES = {"str", "bool", "int"}
+# Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
+_UNION_MEMBERS = {"str", "bool", "int"}
 
 
 def _path(problem: ErrorDetails) -> str:
@@ -256,6 +255,6 @@ def _path(problem: ErrorDetails) -> str:
     for part in problem["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.replace("_", "").isalnum() and part not in _ALTERNATIVES:
+        elif part.replace("_", "").isalnum() and part not in _UNION_MEMBERS:
             path += f".{part}" if path else part
     return path

@@ -1,4 +1,4 @@
-"""Readers of answers with tool calls, one per format. Text that is not a call of a known function is content."""
+"""Parsers for answers with tool calls, one per format. Text that does not call a known function is content."""
 
 import re
 import string
@@ -146,7 +146,7 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
 
 
 def _read_list(text: TextReader, calls: Calls, tag: str, *keys: str) -> Steps[Delta, None]:
-    """Read a JSON list of calls, which may lack its brackets. `tag`: text before it, which was skipped."""
+    """Read a JSON list of calls, with or without brackets. `tag`: the skipped string before it."""
     separator: str | None = ","
     while separator == "," and not calls.are_complete:
         text.mark()

@@ -29,7 +29,7 @@ class Observed:
 
 class Metrics:
     def __init__(self) -> None:
-        disable_created_metrics()  # further series that nobody reads
+        disable_created_metrics()  # drop the `_created` series
         self.registry: CollectorRegistry = server_registry(None)
         name, registry = PREFIX + "http_", self.registry
         text = f"HTTP requests that ended, by route and status; {DISCONNECTED}: the client disconnected."

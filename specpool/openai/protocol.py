@@ -1,4 +1,4 @@
-"""HTTP connections with time limits that uvicorn lacks, and with answers to invalid HTTP in OpenAI's form."""
+"""HTTP connections with timeouts that uvicorn lacks, and errors in OpenAI's format for invalid HTTP."""
 
 import asyncio
 from typing import Any
@@ -14,9 +14,9 @@ UNREAD_BYTES = 16 * 2**10
 
 
 class Protocol(H11Protocol):
-    """Closes a connection if the head of a request, or the rest of a refused one, takes longer than `HEAD_SECONDS`.
+    """Closes a connection if a request's head, or the rest of a refused request, takes longer than `HEAD_SECONDS`.
 
-    From uvicorn's `limit_concurrency` on, connections are closed at once.
+    Closes connections above uvicorn's `limit_concurrency` at once.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -44,7 +44,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise a response has begun
             body = ApiError(400, msg).body()
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             answer = h11.Response(status_code=400, headers=[*headers.items()], reason=b"Bad Request")

@@ -1,4 +1,4 @@
-"""The process of the HTTP server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The HTTP server process: uvicorn with TLS files that reload, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from specpool.openai.app import Front
+from specpool.openai.app import Handlers
 from specpool.openai.coordinators import Coordinators
 from specpool.openai.errors import unavailable
 from specpool.openai.metrics import Observed
@@ -29,20 +29,20 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
 REFUSED_CONNECTIONS = 64
-"""Connections above the limit whose requests are answered. Further ones are closed at once."""
+"""Connections above the limit that get a 503 answer. Further ones are closed at once."""
 PROBED = ("/health", "/metrics")
-"""Answered above the limit too: a failing probe would restart the server, and cut its requests."""
+"""Routes served above the limit too: failing probes would restart the server and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
-"""Bytes of a stream that the system buffers for a client that does not read."""
+"""Send buffer of a connection, which holds a stream's data for a client that does not read."""
 LAST_SECONDS = 0.5
-"""Time for clients to read the end of requests that outlast the drain."""
+"""Time for clients to read the errors that end requests after the drain."""
 
-log = logging.getLogger("specpool.openai.server")  # also if run as __main__
+log = logging.getLogger(__name__)
 
 
 class Uvicorn(uvicorn.Server):
-    """Leaves signals to the process."""
+    """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,11 +56,11 @@ class OpenAIServer:
         """Needs a running event loop."""
         self._settings = settings
         self.coordinators = Coordinators(settings.coordinators, settings.coordinator_security)
-        self.front = Front(settings, self.coordinators)
+        self.handlers = Handlers(settings, self.coordinators)
         files = settings.tls_files
         tls = ServerContext(files) if files is not None else None
         self._max_connections = max_connections(settings.max_connections)
-        self._routes = self.front.app()
+        self._routes = self.handlers.app()
         self._uvicorn = Uvicorn(
             uvicorn.Config(
                 self._answer,
@@ -117,7 +117,7 @@ class OpenAIServer:
         if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
             await self._routes(scope, receive, send)
             return
-        log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
+        log.warning("refusing a request: more than %d connections (--max-connections)", self._max_connections)
         refused = unavailable("too many connections")
         headers = {**refused.all_headers(), "connection": "close"}
         await Reply(send, Observed()).json(refused.body(), refused.status, headers)
@@ -132,7 +132,7 @@ class OpenAIServer:
         for task in state.tasks:
             task.cancel()
         await asyncio.sleep(LAST_SECONDS)
-        for connection in list(state.connections):  # of clients that do not read
+        for connection in list(state.connections):  # their clients do not read
             connection.transport.abort()
 
 
@@ -158,7 +158,7 @@ class ServerContext(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raise ValueError as `TlsFiles.load` does."""
+        """Raises ValueError as `TlsFiles.load` does."""
         self._files = files
         self._contexts: Reloaded[ssl.SSLContext] = Reloaded(files.paths, self._load)
 
@@ -195,11 +195,7 @@ def _listener(host: str, port: int, stall_seconds: float) -> socket.socket:
 def main() -> None:
     settings = OpenAISettings.load(PROGRAM)
     configure_logging(settings.log_level, settings.log_format, PROGRAM)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # warns of what clients send
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings quote client input
     settings.log_resolved()
     with naming(PROGRAM, "", ListenError):
         asyncio.run(serve(settings))
-
-
-if __name__ == "__main__":
-    main()

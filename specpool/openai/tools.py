@@ -24,7 +24,7 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What the answer consists of: "none", "auto" and "required" have OpenAI's meaning."""
+    """Whether the model may or must call functions. The modes have OpenAI's meaning."""
 
     mode: Literal["none", "auto", "required"]
     functions: tuple[Function, ...] = ()
@@ -109,7 +109,7 @@ def _read_schema(schema: Any, field: str) -> Mapping[str, Any]:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Whether a value has more than some levels of objects and lists."""
+    """Return whether objects and lists are nested more than `levels` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Tables and the recommendation of a plan."""
+"""Tables of a plan, and its recommendation."""
 
 from rich.console import Console
 from rich.table import Table
@@ -102,8 +102,9 @@ def _workers_table(workers: NextWorker) -> Table:
         busy = f"{speed.target_busy:.0%}", f"{speed.draft_busy:.0%}"
         counts = str(speed.targets), str(speed.drafts), str(speed.k)
         table.add_row(name, *counts, f"{speed.tokens_per_second:.1f}", gain, *busy, speed.bottleneck)
-    add = f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
-    table.caption = add
+    table.caption = (
+        f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
+    )
     return table
 
 
@@ -128,7 +129,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def _model_drafts(plan: Plan) -> str:
-    """Describe the speed of model drafts alone, for running workers."""
+    """Describe the speed of model drafts alone, which is all that is known of running workers."""
     window = plan.window
     if window.k == 0:
         return "plain decoding: no number of draft tokens is faster; prompt lookup is not predicted without prompts"

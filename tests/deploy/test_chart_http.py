@@ -1,4 +1,4 @@
-"""The HTTP server of the Helm chart: its settings, certificates, probes and test, against the code that they run."""
+"""The HTTP server in the Helm chart: settings, certificates, probes and `helm test`, checked against the real code."""
 
 import contextlib
 import json
@@ -88,7 +88,7 @@ def test_replicas_are_fixed_or_follow_the_cpu_and_drain_one_at_a_time() -> None:
     assert "replicas" not in of_kind(render("http"), "Deployment")["specpool-http"]["spec"]
     scaler = of_kind(render("http"), "HorizontalPodAutoscaler")["specpool-http"]["spec"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
-    assert "cpu" in container_of(render("http"), "http")["resources"]["requests"]  # a utilization is a share of this
+    assert "cpu" in container_of(render("http"), "http")["resources"]["requests"]  # utilization is relative to this
     for name in ("openai", "http"):
         assert of_kind(render(name), "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == 1
     single = template(*ENABLED)

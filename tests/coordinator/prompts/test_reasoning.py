@@ -63,7 +63,7 @@ def test_settings_must_name_two_tags(setting: str) -> None:
         check_reasoning_tags(setting)
 
 
-def test_tags_beyond_the_models_vocabulary_are_not_used() -> None:
+def test_tags_outside_the_model_vocabulary_are_ignored() -> None:
     tokenizer = tokenizer_of(THINKING_TEMPLATE, *THINK, vocab_size=EOS_TOKEN_ID + 1)
     assert described(tokenizer).reasoning is None
     with pytest.raises(TokenizerError, match="no tokens for the reasoning tags <think> and </think>"):

@@ -1,4 +1,4 @@
-"""Requests to models that reason: what clients learn about the reasoning, and limits on it."""
+"""Requests to reasoning models: reported tags, and limits on the reasoning."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -17,7 +17,8 @@ from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
 from specpool.cli.up_http import http_services
-from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.cli.up_security import SecureUpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.rpc.ports import free_port
 
 
@@ -402,7 +403,7 @@ def test_names_are_not_checked_over_http(tmp_path: Path) -> None:
 
 def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert http_server(monkeypatch, "starlette", "uvicorn") == []
-    assert re.search(r"HTTP is off: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
+    assert re.search(r"HTTP server disabled: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
     with pytest.raises(ProcessFailedError, match=r"^http-port: needs starlette, uvicorn: .*pip install .*\[http\]"):
         http_server(monkeypatch, "starlette", http_port=9000)
 

@@ -62,7 +62,7 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
-        # More than all buffers on the way hold.
+        # More than all buffers on the way can hold.
         large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
         body = json.dumps({**endless(), **large, "stream": True}).encode()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
@@ -74,7 +74,7 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         await service.coordinator.until(lambda info: info.counters.finished["abort"] == 16)
         await service.coordinator.until_idle()
         # The system closes the unread connection.
-        registry, labels = service.server.front.metrics.registry, {"route": "/v1/chat/completions"}
+        registry, labels = service.server.handlers.metrics.registry, {"route": "/v1/chat/completions"}
         await until(lambda: registry.get_sample_value("specpool:http_requests_in_progress", labels) == 0)
         writer.close()
 
@@ -122,7 +122,7 @@ async def test_the_first_error_ends_all_prompts() -> None:
         await service.coordinator.until_idle()
 
 
-async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
+async def test_the_drain_finishes_requests_and_then_ends_the_rest() -> None:
     target = ScriptedTarget("x" * 5000)
     async with (
         openai_service({"drain_seconds": 0.3}, target=target) as service,

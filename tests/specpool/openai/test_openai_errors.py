@@ -169,7 +169,7 @@ async def test_a_request_above_the_coordinators_limit_is_413() -> None:
         error_of(await client.post(URL, content=body(messages=long)), 413)
 
 
-async def test_requests_wait_for_no_model() -> None:
+async def test_requests_do_not_wait_for_a_model() -> None:
     async with (
         serving(with_target=False, served_model_name=MODEL) as coordinator,
         openai_server(coordinator.address) as (_, url),

@@ -63,7 +63,7 @@ async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server:
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await call
                 assert caught.value.code == "invalid_api_key"
-            # A model's name is told to known callers only.
+            # Only known callers learn the model's name.
             with pytest.raises(openai.AuthenticationError):
                 await nobody.chat.completions.create(**{**CHAT, "model": "other"})
             with pytest.raises(openai.AuthenticationError):

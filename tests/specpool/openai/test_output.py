@@ -1,4 +1,4 @@
-"""Reading of answers without tools."""
+"""Parsing of answers without tools."""
 
 import pytest
 from read_answers import Answer, read

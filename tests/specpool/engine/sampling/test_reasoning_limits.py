@@ -1,4 +1,4 @@
-"""Limits of reasoning blocks depend only on the tokens before them, however a sequence grew."""
+"""Limits on reasoning blocks depend only on the preceding tokens, not on how the sequence grew."""
 
 import random
 from collections.abc import Sequence
