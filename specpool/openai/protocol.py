@@ -16,15 +16,27 @@ UNREAD_BYTES = 16 * 2**10
 class Protocol(H11Protocol):
     """Closes a connection if the head of a request, or the rest of a refused one, takes longer than `HEAD_SECONDS`.
 
-    From uvicorn's `limit_concurrency` on, connections are closed at once.
+    Above uvicorn's `limit_concurrency`, every connection closes one that waits for a request.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # The application refuses requests in OpenAI's form.
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request has arrived that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self.transport.abort()
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            others = (each for each in self.connections if isinstance(each, Protocol) and each is not self)
+            if (waiting := next((each for each in others if not each.is_answering), None)) is not None:
+                waiting.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -55,8 +67,7 @@ class Protocol(H11Protocol):
 
     def _check_head(self) -> None:
         is_between = self.conn.their_state is h11.IDLE
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering and not is_between:
+        if self.is_answering and not is_between:
             self._end_timer()
         elif self._head_timer is None and (self.conn.trailing_data[0] or not is_between):
             self._expect_head()

@@ -28,8 +28,8 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
-REFUSED_CONNECTIONS = 64
-"""Connections above the limit whose requests are answered. Further ones are closed at once."""
+PROBED = ("/health", "/metrics")
+"""Paths that are answered above the limit on connections too."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
 """Bytes of a stream that the system buffers for a client that does not read."""
@@ -70,7 +70,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
+                limit_concurrency=self._max_connections,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls,
@@ -112,7 +112,7 @@ class OpenAIServer:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if len(self._uvicorn.server_state.connections) <= self._max_connections:
+        if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
             await self._routes(scope, receive, send)
             return
         log.warning("a request was refused: there are more than --max-connections %d", self._max_connections)
