@@ -1,6 +1,7 @@
 """HTTP connections with time limits that uvicorn lacks, and with answers to invalid HTTP in OpenAI's form."""
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -8,6 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specpool.openai.errors import ApiError
 
+HEAD_END = re.compile(rb"\n\r?\n")
 HEAD_SECONDS = 10.0
 UNREAD_BYTES = 16 * 2**10
 """Bytes of a next request that are read before the answer to the current one has ended."""
@@ -53,6 +55,14 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
         super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        # h11 limits only heads that arrive in several pieces.
+        is_between, limit = self.conn.their_state is h11.IDLE, self.config.h11_max_incomplete_event_size or 0
+        if is_between and (end := HEAD_END.search(self.conn.trailing_data[0])) is not None and end.start() > limit:
+            self.send_400_response("the request's headers are too large")
+            return
+        super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun

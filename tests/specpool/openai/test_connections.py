@@ -175,7 +175,8 @@ async def test_invalid_http_is_refused_in_openais_form(
     service: OpenAIService, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunked = b"POST /v2 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    for sent in (b"?\r\n\r\n", chunked + b"?\r\n"):
+    large = b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * 2**14 + b"\r\n\r\n"
+    for sent in (b"?\r\n\r\n", chunked + b"?\r\n", large, large.replace(b"\r", b"")):
         reader, writer = await connect(service, sent)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
