@@ -28,8 +28,6 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
-REFUSED_CONNECTIONS = 64
-"""Connections above the limit that get a 503 answer. Further ones are closed at once."""
 PROBED = ("/health", "/metrics")
 """Routes served above the limit too: failing probes would restart the server and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
@@ -72,7 +70,7 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
+                limit_concurrency=self._max_connections,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
                 ssl_context_factory=None if tls is None else lambda *_: tls,

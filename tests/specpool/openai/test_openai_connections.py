@@ -187,7 +187,8 @@ async def test_invalid_http_is_refused_in_openais_form(
     service: OpenAIService, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunked = b"POST /v2 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    for sent in (b"?\r\n\r\n", chunked + b"?\r\n"):
+    large = b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * 2**14 + b"\r\n\r\n"
+    for sent in (b"?\r\n\r\n", chunked + b"?\r\n", large, large.replace(b"\r", b"")):
         reader, writer = await connect(service, sent)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
@@ -201,31 +202,28 @@ async def test_invalid_http_is_refused_in_openais_form(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_probes_are_answered_beyond_the_limit_on_connections() -> None:
-    async with openai_service({"max_connections": 2}) as service:
-        held = [await connect(service, b"") for _ in range(2)]
-        async with httpx2.AsyncClient(base_url=service.url) as client:
-            statuses = {path: (await client.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")}
-        assert statuses == {"/v1/models": 503, "/health": 200, "/metrics": 200}
-        for _, writer in held:
+async def test_connections_above_the_limit_are_refused() -> None:
+    head = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with openai_service({"max_connections": 1}, target=RecordingTarget()) as service:
+        # A connection without a request makes room.
+        waiting, writer = await connect(service, b"")
+        await until(lambda: service.server._uvicorn.server_state.connections)
+        service.coordinator.target.open.clear()
+        answer = asyncio.create_task(service.client.chat.completions.create(**OPTIONS, max_tokens=4))
+        assert await waiting.read() == b""
+        writer.close()
+        await service.coordinator.until(lambda info: info.running)
+        # One that waits for its answer does not. Probes are answered.
+        for path, status in ((b"/v1/models", b"503"), (b"/health", b"200"), (b"/metrics", b"200")):
+            reader, writer = await connect(service, head % path)
+            text = await reader.read()
+            assert text.startswith(b"HTTP/1.1 " + status)
             writer.close()
-
-
-async def test_connections_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.openai.server.REFUSED_CONNECTIONS", 1)
-    head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with openai_service({"max_connections": 1}) as service:
-        first, *others = [await connect(service, b"") for _ in range(3)]
-        assert await others[1][0].read() == b""
-        others[0][1].write(head)
-        answer = await others[0][0].read()
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1\r\n" in answer
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "too many connections"
-        first[1].write(head)
-        assert (await first[0].readline()).startswith(b"HTTP/1.1 200 ")
-        for _, writer in (first, *others):
-            writer.close()
+            if status == b"503":
+                assert b"retry-after: 1\r\n" in text
+                assert json.loads(text.partition(b"\r\n\r\n")[2])["error"]["message"] == "too many connections"
+        service.coordinator.target.open.set()
+        assert (await answer).usage.completion_tokens == 4
 
 
 async def test_clients_read_why_a_large_body_is_refused() -> None:
