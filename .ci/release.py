@@ -1,4 +1,4 @@
-"""Build everything that a release publishes, and try it: `make release-check`.
+"""Build and test everything that a release publishes: `make release-check`.
 
 Writes build/release: the wheel, its SBOM, the chart's archive and SHA256SUMS. Builds from the last commit and ignores
 uncommitted changes. Without a Docker daemon, only resolves the requirements of the coordinator's image for its Python.
@@ -30,7 +30,7 @@ VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["
 
 
 def run(*command: str | Path, **options: object) -> str:
-    """Run a command; return its output, or end with it if the command fails."""
+    """Run a command and return its output. Exit with the output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)  # type: ignore[call-overload]
     if done.returncode:
         sys.exit(f"release: {shlex.join(map(str, command))} ended with status {done.returncode}:\n{done.stdout}")
@@ -55,13 +55,7 @@ def build_wheel(source: Path) -> str:
         shutil.rmtree(source / "build", ignore_errors=True)
         command = [
             sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "--wheel-dir",
+            *shlex.split("-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir"),
             OUTPUT,
         ]
         run(*command, source, env=os.environ | {"SOURCE_DATE_EPOCH": epoch})
@@ -72,7 +66,7 @@ def build_wheel(source: Path) -> str:
 
 
 def try_wheel(scratch: Path) -> str:
-    """Install the wheel for workers in a new environment, serve its default model, and ask for an answer."""
+    """Install the wheel in a new environment, serve the default model, and generate an answer."""
     new_environment(scratch, "worker,smg")
     program = scratch / "bin/specpool"
     for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]:
@@ -84,25 +78,15 @@ def try_wheel(scratch: Path) -> str:
         subprocess.Popen(command, cwd=scratch, stdout=log, stderr=log) as service,
     ):
         try:
-            ask = [
-                program,
-                "generate",
-                "--address",
-                f"127.0.0.1:{port}",
-                "--wait-seconds",
-                "120",
-                "--max-tokens",
-                "8",
-                "Once",
-            ]
-            run(*ask, cwd=scratch)
+            limits = shlex.split("--wait-seconds 120 --max-tokens 8")
+            run(program, "generate", "--address", f"127.0.0.1:{port}", *limits, "Once", cwd=scratch)
         finally:
             service.terminate()
     return "installed in a new environment; served and answered"
 
 
 def new_environment(folder: Path, extras: str) -> None:
-    """Install the wheel with pinned dependencies, as in the Makefile: torch's CPU build first."""
+    """Install the wheel with pinned dependencies, as in the Makefile: torch first, as the CPU build if pip finds it."""
     run(sys.executable, "-m", "venv", folder)
     pip = [folder / "bin/pip", "install", "--quiet"]
     constraints = (ROOT / "constraints.txt").read_text()
@@ -111,9 +95,11 @@ def new_environment(folder: Path, extras: str) -> None:
     (folder / "pip.txt").write_text(pinned[0])
     run(*pip, "--require-hashes", "--requirement", folder / "pip.txt")
     torch = re.findall(r"^torch==\S+", constraints, re.MULTILINE)[0]
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"{torch}+cpu")
+    pinned_pip = [*pip, "--constraint", ROOT / "constraints.txt"]
+    if subprocess.run([*pinned_pip, f"{torch}+cpu"], capture_output=True, check=False).returncode:
+        run(*pinned_pip, torch)
     run(*pip, "--no-deps", wheel())
-    run(*pip, "--constraint", ROOT / "constraints.txt", f"specpool[{extras}]")
+    run(*pinned_pip, f"specpool[{extras}]")
 
 
 def list_packages(scratch: Path) -> str:
@@ -125,22 +111,12 @@ def list_packages(scratch: Path) -> str:
 def check_images(source: Path) -> str:
     if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0:
         for target in ("coordinator", "worker"):
-            run("docker", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
+            run("docker", "buildx", "build", "--file", source / "deploy/Dockerfile", "--target", target, source)
         return "both built by Docker"
-    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[0])
+    _, *arguments = shlex.split(arguments_of("requirements", "RUN")[-1])
     run(sys.executable, *arguments, cwd=source)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--dry-run",
-        "--ignore-installed",
-        "--only-binary",
-        ":all:",
-    ]
+    command = [sys.executable, *shlex.split("-m pip install --quiet --dry-run --ignore-installed --only-binary :all:")]
     command += ["--target", source / "site", "--python-version", "3.12", "--implementation", "cp", *platforms]
     run(*command, "-c", "constraints.txt", "-r", "base.txt", "-r", "coordinator.txt", cwd=source)
     return "requirements of the coordinator's image resolved; `make test-images` builds both without Docker"

@@ -1,4 +1,4 @@
-"""The panels of the Grafana dashboard, and a Prometheus that answers their queries."""
+"""The panels of the Grafana dashboard, and a Prometheus server for their queries."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class Query:
     legend: str
 
     def with_values(self, interval: str) -> str:
-        """The expression that Grafana sends for all jobs and instances, with rates over this interval."""
+        """Return the expression for all jobs and instances, with rates over this interval, as Grafana sends it."""
         return re.sub(r"\$(job|instance)\b", ".*", self.expression).replace("$__rate_interval", interval)
 
 
@@ -48,7 +48,7 @@ class Panel:
 
 
 def read_panels() -> list[Panel]:
-    """All panels in order. Headings are panels without queries."""
+    """Return all panels in order. Headings are panels without queries."""
     return [_panel(panel) for panel in json.loads(DASHBOARD.read_text())["panels"]]
 
 
@@ -67,7 +67,7 @@ def _panel(panel: dict[str, Any]) -> Panel:
 
 
 def ask(prometheus: str, path: str, **parameters: str) -> Any:
-    """The data of Prometheus's answer. OSError."""
+    """Query Prometheus and return the data. Raises OSError."""
     query = urllib.parse.urlencode(parameters)
     with urllib.request.urlopen(f"{prometheus}/api/v1/{path}?{query}", timeout=30) as response:
         return json.load(response)["data"]
@@ -75,9 +75,10 @@ def ask(prometheus: str, path: str, **parameters: str) -> Any:
 
 @contextmanager
 def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
-    """Run a Prometheus with our configuration but these ports and an interval of a second; yield its URL.
+    """Run Prometheus with our configuration, but these ports and a scrape interval of 1 s; yield its URL.
 
-    `folder`: for its configuration and data. `metrics_port`: the first of `specpool up`. OSError: not installed.
+    `folder`: for its configuration and data. `metrics_port`: the first of `specpool up`. Raises OSError if Prometheus
+    is not installed.
     """
     config = yaml.safe_load(CONFIGURATION.read_text())
     config["global"] = dict.fromkeys(config["global"], "1s")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.monitoring [--seconds 60]
 
-1, 4 and 8 clients send chats to the embedded pair, for a third of the time each. Prometheus scrapes all
-processes every second and answers the queries of the dashboard's panels (Debian: `apt-get install prometheus`). The
-view of `top` covers the last five seconds. The last line printed is JSON.
+1, 4 and 8 clients send chats to the embedded pair, for a third of the time each. Prometheus scrapes all processes every
+second and answers the queries of the dashboard's panels (Debian: `apt-get install prometheus`). The view of `top`
+covers the last 5 seconds. The last line printed is JSON.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def record(seconds: int) -> dict[str, Any]:
-    """Run the load; return the series of the panels and the view."""
+    """Run the load. Return the series of the panels, and the view of `top`."""
     metrics_port = free_port(3)
     settings = UpSettings(port=0, metrics_port=metrics_port, log_level="error", drain_seconds=1)
     console.print("starting the service")
@@ -71,7 +71,7 @@ async def record(seconds: int) -> dict[str, Any]:
 
 
 async def until_scraping(url: str) -> None:
-    """Wait until Prometheus has scraped all processes. TimeoutError."""
+    """Wait until Prometheus has scraped all processes. Raises TimeoutError."""
     async with asyncio.timeout(START_SECONDS):
         while True:
             with suppress(OSError):  # still starting
@@ -82,7 +82,7 @@ async def until_scraping(url: str) -> None:
 
 
 async def load(client: AsyncClient, address: str, seconds: int) -> View:
-    """Send requests with a growing number of clients; return the view before the end."""
+    """Send requests from a growing number of clients. Return the view of `top` near the end."""
     async with asyncio.TaskGroup() as group:
         tasks: list[asyncio.Task[None]] = []
         for clients in CLIENTS:
@@ -95,7 +95,7 @@ async def load(client: AsyncClient, address: str, seconds: int) -> View:
 
 
 async def send(client: AsyncClient, number: int) -> None:
-    """Send one chat after another, until cancelled. `number`: of this client, so that clients differ."""
+    """Send one chat after another until cancelled. `number`: index of this client, which selects its first chat."""
     for line in islice(cycle(own_prompts()), 4 * number, None):
         await client.generate(line.prompt, max_tokens=MAX_TOKENS)
 
@@ -107,7 +107,7 @@ async def view_now(client: AsyncClient, address: str) -> View:
 
 
 def recorded(url: str, panel: Panel, times: range) -> dict[str, Any]:
-    """The series of a panel by legend, with one value per second. Values without an answer are null."""
+    """Return the series of a panel by legend, with one value per second; None if Prometheus has none."""
     span = {"start": str(times[0]), "end": str(times[-1]), "step": "1"}
     series: dict[str, list[float | None]] = {}
     for query in panel.queries:

@@ -1,11 +1,11 @@
-"""Compare streams over OpenAI's HTTP API with gRPC streams of the same coordinator, by streams at a time.
+"""Compare streams over OpenAI's HTTP API with gRPC streams from the same coordinator, by concurrent streams.
 
     python -m benchmarks.openai [--streams 1,8,32] [--tokens 200] [--repeats 5] [--prompts FILE] [--output FOLDER]
     python -m benchmarks.openai --coordinator 127.0.0.1:50050 --http 127.0.0.1:8000
 
 By default, the coordinator has fake workers whose passes take `--pass-ms`, and all processes run on this machine. With
-`--coordinator` and `--http`, a running service is measured, such as `specpool up`. Both kinds take turns, and ratios
-are taken within a repeat. The clients parse every message. The last line printed is JSON.
+`--coordinator` and `--http`, a running service is measured, such as `specpool up`. HTTP and gRPC alternate, and
+ratios compare runs of the same repeat. The clients parse every message. The last line printed is JSON.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--pass-ms", type=real(0, 10_000), default=5.0, help="time of a fake worker's pass")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="a running coordinator; default: start one")
-    parser.add_argument("--http", metavar="HOST:PORT", help="its OpenAI server, without TLS")
+    parser.add_argument("--http", metavar="HOST:PORT", help="its HTTP server, without TLS")
     parser.add_argument("--output", type=output_folder)
     add_prompts(parser)
     options = parser.parse_args(arguments)
@@ -69,7 +69,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def start_service(stack: ExitStack, pass_ms: float) -> tuple[str, str]:
-    """Start fake workers, a coordinator and an OpenAI server. Return the addresses of the last two."""
+    """Start fake workers, a coordinator and an HTTP server. Return the addresses of the last two."""
     port, http_port = free_port(2), free_port()
     start_coordinator(stack, port, *start_fakes(stack, "--pass-ms", str(pass_ms)))
     address = f"127.0.0.1:{port}"
@@ -89,7 +89,7 @@ async def measure(options: argparse.Namespace) -> Mapping[tuple[str, int], list[
             "grpc": partial(over_grpc, client, options.tokens),
         }
         cases = [(kind, streams) for streams in options.streams for kind in kinds]
-        for kind, streams in cases:  # warms up
+        for kind, streams in cases:  # warm-up
             await timed(kinds[kind], options.lines[:streams], streams)
         return await in_turns(
             cases, options.repeats, lambda case: timed(kinds[case[0]], options.lines, case[1]), "streams"
@@ -98,10 +98,10 @@ async def measure(options: argparse.Namespace) -> Mapping[tuple[str, int], list[
 
 async def timed(generate: Generate, lines: list[PromptLine], streams: int) -> Run:
     """Answer prompts, `streams` at a time."""
-    places = asyncio.Semaphore(streams)
+    slots = asyncio.Semaphore(streams)
 
     async def one(line: PromptLine) -> int:
-        async with places:
+        async with slots:
             return await generate(line)
 
     began = time.perf_counter()
@@ -114,7 +114,7 @@ async def over_grpc(client: AsyncClient, tokens: int, line: PromptLine) -> int:
     async for message in client.stub.GenerateStream(request):
         if message.WhichOneof("response") == "complete":
             return int(message.complete.usage.completion_tokens)
-    raise ValueError("the stream has no end")
+    raise ValueError("the stream ended without a complete message")
 
 
 async def over_http(address: str, model: str, tokens: int, line: PromptLine) -> int:
@@ -126,8 +126,8 @@ async def over_http(address: str, model: str, tokens: int, line: PromptLine) -> 
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        head = f"POST /v1/{route} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-        writer.write(head.encode() + text)
+        head = f"POST /v1/{route} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)
         event: Any = None
         async for received in reader:
             if received.startswith(DATA) and DONE not in received:

@@ -65,7 +65,7 @@ class CoordinatorMetrics:
         yield gauge("num_requests_waiting", "Samples in the queue.", coordinator.queue.queued)
         yield gauge("kv_cache_usage_perc", "Share of the target's KV cache pages in use, 0 to 1.", lanes.kv_usage)
         pages, page_size = lanes.kv_pages
-        text = "Size of the target's KV cache in its labels; always 1."
+        text = "Target KV cache size, in the labels; always 1."
         cache = {(str(page_size), str(pages)): 1.0}
         yield gauge("cache_config_info", text, cache, "block_size", "num_gpu_blocks")
         yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
@@ -82,7 +82,7 @@ class CoordinatorMetrics:
     def _speculation(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
         accepted = counters.accepted_lengths
-        text = "Rounds of a sequence with draft tokens."
+        text = "Rounds with draft tokens, counted per sequence."
         yield counter("spec_decode_num_drafts", text, sum(accepted))
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", counters.draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counters.accepted_draft_tokens)
@@ -137,9 +137,7 @@ class CoordinatorMetrics:
         yield counter("round_stage_seconds", "Seconds of rounds, by stage.", counters.stage_seconds, "stage")
         yield counter("cache_misses", "Caches rebuilt after a worker lost them.", counters.cache_misses)
         yield _sizes(families, "group_size", "Sequences of a round.", [0, *grouping.group_sizes])
-        text = (
-            "Draft tokens of a sequence in a round, often 0. generation_tokens / draft_length_count: tokens per round."
-        )
+        text = "Draft tokens per sequence and round, often 0. generation_tokens / draft_length_count: tokens per round."
         yield _sizes(families, "draft_length", text, counters.draft_lengths)
 
 
@@ -168,7 +166,7 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
     gauges = (
         ("draft_steps_planned", "Draft steps per round of the present plan.", state.draft_steps),
         ("expected_tokens_per_second", "Expected tokens per second of rounds without pauses.", expected),
-        ("plain_tokens_per_second", "The same without draft tokens.", plain),
+        ("plain_tokens_per_second", "Expected tokens per second of plain decoding without pauses.", plain),
         ("draft_acceptance_rate_estimate", "Estimated acceptance of the draft model.", state.model_acceptance_rate),
     )
     for name, text, value in gauges:

@@ -11,7 +11,8 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.service import GenerationServicer, Intake
+from coordinator.serving.intake import Intake
+from coordinator.serving.service import GenerationServicer
 from coordinator.workers.interface import MismatchError, UnusableModelError
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging, end_process
@@ -28,7 +29,7 @@ RELEASE_SECONDS = 2.0
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
 
-# Calls leave no reference cycles, and a full garbage collection stops all of them for long when thousands are open.
+# Calls leave no reference cycles; with thousands open, a full collection pauses them all noticeably.
 COLLECTIONS_PER_FULL_COLLECTION = 100
 
 log = logging.getLogger("coordinator.server")  # also if run as __main__

@@ -46,7 +46,7 @@ def _always_current(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let metadata name the client of a call, because all connections come from one host."""
-    for module in ("coordinator.serving.service", "specpool.rpc.server.limits"):
+    for module in ("coordinator.serving.intake", "coordinator.serving.service", "specpool.rpc.server.limits"):
         monkeypatch.setattr(
             f"{module}.client_of", lambda context: str(dict(context.invocation_metadata()).get("client", ""))
         )

@@ -74,7 +74,7 @@ def pip(command: str, *arguments: str | Path) -> None:
 
 
 def test_a_script_beside_the_checkout_imports_the_package(tmp_path: Path) -> None:
-    """Not the checkout's folder, which is usually called `specpool` too. `make` installs the package like this."""
+    """The checkout's folder, often also called `specpool`, must not shadow it. `make` installs it like this."""
     (tmp_path / "specpool").symlink_to(ROOT)
     script = tmp_path / "script.py"
     script.write_text("from specpool import Client")

@@ -208,8 +208,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
     otlp_metrics_endpoint: OtlpEndpoint | None = Field(
         None,
-        description="send latencies of requests to this OTLP collector over gRPC, as metrics of OpenTelemetry's "
-        "GenAI conventions; default: none",
+        description="send request latencies to this OTLP collector over gRPC, as OpenTelemetry GenAI metrics: "
+        "http://HOST:4317, or https:// for TLS; default: none",
     )
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
     chat_template: TemplateFile = Field(
@@ -217,8 +217,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     reasoning_tags: ReasoningTags = Field(
         AUTO,
-        description="texts around the model's reasoning, as BEGIN,END; auto: known tags that are tokens and occur in "
-        "the chat template; none",
+        description="tags around the model's reasoning: BEGIN,END; auto: known tags that are tokens and occur in the "
+        "chat template; none: no tags",
     )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 

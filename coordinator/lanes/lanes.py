@@ -118,7 +118,7 @@ class Lanes:
 
     @property
     def kv_pages(self) -> tuple[int, int]:
-        """Pages of all target workers, and the positions of a page; 0 if unknown."""
+        """Number of pages of all target workers, and positions per page; 0 if unknown."""
         capacities = [lane.window.pages.capacity for lane in self if lane.is_known]
         return sum(each.pages for each in capacities), max((each.page_size for each in capacities), default=0)
 

@@ -1,4 +1,4 @@
-"""Known reasoning tags and tool call formats, recognized by a model's chat template and vocabulary."""
+"""Known reasoning tags and tool call formats, detected from a model's chat template and vocabulary."""
 
 import re
 from collections.abc import Callable
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 AUTO, NONE = "auto", "none"
 MAX_TAG_CHARACTERS = 256
-# Texts that models may write before the begin tag.
+# Whitespace that models may generate before the begin tag.
 LEADING = ("\n", "\n\n", " ")
 
 
 @dataclass(frozen=True)
 class TagTexts:
-    """The texts around a model's reasoning."""
+    """The reasoning tags of a model, as strings."""
 
     begin: str
     end: str
     answer: str = ""
-    """What the model writes between the end tag and the answer."""
+    """String that the model generates between the end tag and the answer."""
 
     @property
     def special(self) -> list[str]:
-        """The texts that must be tokens."""
+        """The parts of the tags that must be single tokens."""
         return re.findall(r"<\|\w+\|>", self.begin + self.end + self.answer) or [self.begin, self.end]
 
 
@@ -32,10 +32,10 @@ KNOWN_TAGS = (
     TagTexts("<|START_THINKING|>", "<|END_THINKING|>"),
     TagTexts("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
 )
-# Formats by the texts in the templates that ask for them. The first match wins.
+# Formats, and the strings in a template that identify them. The first match wins.
 TOOL_CALL_FORMATS = (
     ("harmony", ("<|channel|>",)),
-    ("qwen3_coder", ("<function=",)),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("glm", ("<arg_key>",)),
     ("mistral_args", ("[ARGS]",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -45,7 +45,7 @@ TOOL_CALL_FORMATS = (
 
 
 def check_reasoning_tags(setting: str) -> str:
-    """Return the setting. Raises ValueError unless it is `auto`, `none` or `BEGIN,END`."""
+    """Validate the setting: `auto`, `none` or `BEGIN,END`. Raises ValueError."""
     tags = setting.split(",")
     are_tags = len(tags) == len(set(tags)) == 2 and all(1 <= len(tag) <= MAX_TAG_CHARACTERS for tag in tags)
     if setting not in (AUTO, NONE) and not are_tags:
@@ -54,9 +54,9 @@ def check_reasoning_tags(setting: str) -> str:
 
 
 def find_tags(setting: str, template: str, is_token: Callable[[str], bool]) -> TagTexts | None:
-    """Return the reasoning tags of a checked setting; None if there are none.
+    """Return the reasoning tags for a valid setting, or None.
 
-    `auto` selects the first known tags that the chat template mentions and that are tokens.
+    `auto` selects the first known tags that the chat template contains and the vocabulary has.
     """
     if setting not in (AUTO, NONE):
         return TagTexts(*setting.split(","))
@@ -66,6 +66,6 @@ def find_tags(setting: str, template: str, is_token: Callable[[str], bool]) -> T
 
 
 def tool_call_format(template: str) -> str:
-    """Return the format in which a chat template asks for tool calls. Empty if unknown."""
+    """Return the tool call format that a chat template asks for. Empty if unknown."""
     found = (name for name, texts in TOOL_CALL_FORMATS if all(text in template for text in texts))
     return next(found, "")

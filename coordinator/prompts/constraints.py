@@ -40,7 +40,7 @@ class Tag:
 
     begin: str
     schema: str
-    """A JSON schema, with its llguidance options."""
+    """JSON schema, including llguidance options."""
     end: str
 
 
@@ -91,10 +91,13 @@ def _parsed(text: str) -> Any:
 
 
 def _with_options(schema: Any, defaults: Options) -> str:
-    """Return a schema as JSON text, with its llguidance options: the defaults, its own, and `STRICT`."""
+    """Return a schema as JSON with llguidance options: the defaults, its own, then `STRICT`."""
     if schema is True:
         schema = {}
-    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        if not isinstance(own, dict):  # llguidance would read a list as options, too
+            raise ConstraintError('"x-guidance" must be an object')
         schema = {**schema, "x-guidance": {**defaults, **own, **STRICT}}
     return json.dumps(schema, ensure_ascii=False)
 
@@ -134,7 +137,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _triggered_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTokenizer) -> list[str]:
-    """Return the rules of free text with tags. The text cannot contain a trigger, with which every tag begins.
+    """Return the grammar rules of free text with tags. Each tag begins with a trigger, which the text cannot contain.
 
     `at_least_one`: the text begins with a tag. `stop_after_first`: it ends after the first tag.
     """
@@ -158,13 +161,13 @@ def _triggered_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTo
 
 
 def _separated_tags(tags: list[Tag], options: Mapping[str, Any], tokenizer: LLTokenizer) -> list[str]:
-    """Return the rules of a list of tags without other text.
+    """Return the grammar rules of a list of tags without other text.
 
     `at_least_one`: the list is not empty. `stop_after_first`: it has at most one tag.
     """
     separator = options.get("separator", "")
     if not isinstance(separator, str):
-        raise ConstraintError("the separator must be a text")
+        raise ConstraintError("the separator must be a string")
     later = "" if options.get("stop_after_first") is True else f"({_terms(separator, tokenizer)} tag)*"
     start = f"tag {later}" if options.get("at_least_one") is True else f"(tag {later})?"
     rules = (f"tag_{i}: {_terms(tag.begin, tokenizer)} {_body(tag, tokenizer)}" for i, tag in enumerate(tags))
@@ -187,7 +190,7 @@ def _body(tag: Tag, tokenizer: LLTokenizer) -> str:
 
 
 def _terms(text: str, tokenizer: LLTokenizer) -> str:
-    """Return a text as Lark terms: its special tokens, and literals between them."""
+    """Convert a string to Lark terms: special tokens, and literals between them."""
     terms = []
     for token_id in tokenizer.tokenize_str(text, parse_special=True):
         if tokenizer.is_special_token(token_id) and (token := tokenizer.decode_str([token_id])) in text:

@@ -14,7 +14,7 @@ from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_TOKEN_BYTES = 4096
 MAX_OPTIONS, MAX_OPTION_CHARACTERS = 1024, 256
-# Maximum whitespace tokens that a chat template adds after a reasoning tag.
+# Maximum number of whitespace tokens after the begin tag at the end of a chat prompt.
 MAX_SPACE_TOKENS = 8
 
 
@@ -44,12 +44,12 @@ class TokenizerDescription:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """Texts of single tokens."""
+        """Text of each token."""
         return TokenTexts(self.vocabulary)
 
     @property
     def tool_call_format(self) -> str:
-        """Format in which the chat template asks for tool calls. Empty if it is unknown or reads no tools."""
+        """Tool call format that the chat template asks for. Empty if unknown, or if the template ignores tools."""
         reads_tools = self.tool_template is not None and self.tool_template.reads_tools
         return tool_call_format(self.files.tool_chat_template or self.files.chat_template) if reads_tools else ""
 
@@ -58,7 +58,7 @@ class TokenizerDescription:
         return Detokenizer(self.vocabulary, prompt_ids, skip_special_tokens)
 
     def starts_in_reasoning(self, prompt_ids: Sequence[int], is_chat: bool) -> bool:
-        """Whether a prompt ends within a reasoning block. In a chat, only the template can begin it, at the end."""
+        """Whether a prompt ends within a reasoning block. In a chat, only a tag at the very end can open it."""
         count = self.reasoning.num_open(prompt_ids) if self.reasoning is not None else None
         if count is None or not is_chat:
             return count is not None

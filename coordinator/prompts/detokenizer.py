@@ -35,7 +35,7 @@ KEPT_PENDING = 4
 # Trailing prompt tokens to read as context: enough for a whole character, part of the next, and some text before.
 PROMPT_CONTEXT = 12
 CONTEXT_TOKEN = "a"
-"""A token that nearly every vocabulary has."""
+"""A token that almost every vocabulary has."""
 
 
 def read_decoder(description: Any) -> Decode:
@@ -220,7 +220,7 @@ class Detokenizer:
 
 
 class TokenTexts(dict[int, str]):
-    """Texts of single tokens, including special ones, as they are within a text. Found on demand."""
+    """Text of each token id, special tokens included, as it appears in the middle of a text. Computed on demand."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()

@@ -9,10 +9,14 @@ AFTER, MAX_TOKENS = "sampling_params.constraint_after_reasoning", "sampling_para
 
 
 def check_reasoning(params: pb.SamplingParams, tags: ReasoningTags | None) -> None:
-    """Raise InvalidArgumentError if the model does not support a request's options of reasoning."""
-    if params.constraint_after_reasoning and params.WhichOneof("constraint") is None:
+    """Raise InvalidArgumentError if the model or the constraint does not support the request's reasoning options."""
+    after, is_limited = params.constraint_after_reasoning, params.HasField("max_thinking_tokens")
+    is_constrained = params.WhichOneof("constraint") is not None
+    if after and not is_constrained:
         raise InvalidArgumentError(AFTER, "must be given with a constraint")
-    given = [AFTER] * params.constraint_after_reasoning + [MAX_TOKENS] * params.HasField("max_thinking_tokens")
+    if is_limited and is_constrained and not after:
+        raise InvalidArgumentError(MAX_TOKENS, "with a constraint, requires constraint_after_reasoning")
+    given = [AFTER] * after + [MAX_TOKENS] * is_limited
     if given and tags is None:
         raise InvalidArgumentError(given[0], "the model has no reasoning tags; see the server's --reasoning-tags")
 
@@ -20,7 +24,7 @@ def check_reasoning(params: pb.SamplingParams, tags: ReasoningTags | None) -> No
 def read_reasoning(
     params: pb.SamplingParams, tags: ReasoningTags | None, starts_inside: bool, max_tokens: int
 ) -> Reasoning | None:
-    """Return the limits of a checked request. None if nothing can exceed them. `max_tokens`: of the whole answer."""
+    """Return the limits of a valid request. None if nothing can exceed them. `max_tokens`: of the whole answer."""
     grammar_after = params.constraint_after_reasoning
     if tags is None or (params.WhichOneof("constraint") is not None and not grammar_after):
         return None

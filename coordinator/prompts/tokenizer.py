@@ -101,7 +101,7 @@ class TargetTokenizer:
         return self.encode_rendered(self.render(chat, limits), limits)
 
     def _describe_reasoning(self, setting: str) -> list[Any] | None:
-        """Return the texts of the reasoning tags, their tokens, those before the answer, and those of whitespace."""
+        """Return the fields of `ReasoningTags`, or None if the model has no tags."""
         templates = self.files.chat_template + self.files.tool_chat_template
         tags = find_tags(setting, templates, self._is_token)
         if tags is None:

@@ -69,7 +69,7 @@ class Sample:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean seconds per token after the first. None with at most one token."""
+        """Mean seconds per token after the first. None without a second token."""
         tokens = self.sequence.num_generated
         return self.timings.decode_s / (tokens - 1) if tokens > 1 else None
 

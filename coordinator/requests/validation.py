@@ -199,9 +199,8 @@ def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
 
 def _check_max_tokens(max_tokens: int, remaining: int, limits: Limits) -> None:
     if max_tokens > remaining:
-        refusal = (
-            f"{max_tokens} exceeds the {remaining} of {limits.prompts.max_model_len} positions that the prompt leaves"
-        )
+        limit = limits.prompts.max_model_len
+        refusal = f"{max_tokens} exceeds the {remaining} positions left after the prompt (limit {limit})"
         raise InvalidArgumentError("sampling_params.max_tokens", refusal, limit=remaining)
 
 

@@ -1,109 +1,24 @@
-"""The public gRPC service, and the intake of requests, which all services share."""
+"""The public gRPC service."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from coordinator.prompts.prompt_reader import PromptReader
-from coordinator.requests.generation import Generation, Sample
-from coordinator.requests.in_flight import COMPLETED
-from coordinator.requests.traces import Call, RequestTrace, prompt_attributes
-from coordinator.requests.validation import Limits, check_request_id, read_request
+from coordinator.requests.generation import Sample
 from coordinator.serving.coordinator import Coordinator
+from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState, Recent
 from specpool.environment.process import package_version
 from specpool.protocol.codec import logprobs_message, model_message
-from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from specpool.protocol.sampling import TokenLogprobs
 from specpool.protocol.worker_info import WorkerInfo
-from specpool.rpc.observability.otlp_metrics import RequestMeter
 from specpool.rpc.server.callers import client_of
-from specpool.rpc.server.calls import UnreadStream
 from specpool.rpc.server.server import Server
 from specpool.v1 import common_pb2, generation_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
-
-Fail: TypeAlias = Callable[[ServiceError], None]
-"""Fails the call of an unread stream."""
-
-
-class Intake:
-    """Accepts the requests of all services, which share limits and request ids."""
-
-    def __init__(self, coordinator: Coordinator, server: Server, meter: RequestMeter | None = None) -> None:
-        """`meter`: records the latencies of finished samples."""
-        self._coordinator, self._server, self._meter = coordinator, server, meter
-
-    @asynccontextmanager
-    async def generation(
-        self, message: pb.GenerateRequest, context: Any, stream: bool = False
-    ) -> AsyncIterator[tuple[Generation, Fail]]:
-        """Context manager that yields the generation for a call, and a function that fails the call.
-
-        Raises InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError, UnimplementedError.
-        """
-        coordinator = self._coordinator
-        with coordinator.traces.request(partial(_describe, message, context, stream)) as trace:
-            if self._server.stopping:
-                raise UnavailableError("the server is shutting down")
-            arrived = time.monotonic()
-            tokenizer, model = coordinator.tokenizer, coordinator.model
-            assert model is not None
-            prompts = PromptReader(tokenizer, coordinator.max_model_len, model.vocab_size)
-            limits = Limits(
-                coordinator.settings,
-                prompts,
-                coordinator.lanes.max_num_seqs,
-                coordinator.constraints,
-                coordinator.grammar_refusal,
-            )
-            request = await read_request(
-                message, client_of(context), limits, coordinator.tokenizers, coordinator.check_queue
-            )
-            async with coordinator.generate(request, arrived) as generation:
-                coordinator.traces.follow(trace, generation)
-                try:
-                    yield generation, partial(_fail, trace, UnreadStream(context))
-                finally:
-                    if self._meter is not None:
-                        self._record(self._meter, _operation(message), generation.samples)
-
-    def _record(self, meter: RequestMeter, operation: str, samples: Iterable[Sample]) -> None:
-        for sample in samples:
-            if (finish := sample.sequence.finish) is not None and finish.reason in COMPLETED:
-                first_token_s = sample.timings.time_to_first_token_s
-                meter.ended(operation, self._coordinator.served_model_name, first_token_s, sample.seconds_per_token)
-
-    def abort(self, request_id: str, client: str) -> None:
-        """End a request in flight of the same client. Raises InvalidArgumentError, NotFoundError."""
-        if not request_id:
-            raise InvalidArgumentError("request_id", "must not be empty")
-        check_request_id(request_id)
-        self._coordinator.abort(client, request_id)
-
-
-def _operation(message: pb.GenerateRequest) -> str:
-    """Operation name of the GenAI conventions."""
-    return "chat" if message.HasField("chat") else "text_completion"
-
-
-def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
-    return Call(
-        operation=_operation(message),
-        stream=stream,
-        metadata=context.invocation_metadata() or (),
-        prompt=partial(prompt_attributes, message),
-    )
-
-
-def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
-    """Fail an unread stream. Its handler sees only a cancellation."""
-    trace.failed(error)
-    stream.end(error)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -210,7 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def _response(sample: Sample, texts: Mapping[int, str]) -> pb.GenerateResponse:
-    """Return the result of a sample. `texts`: of single tokens."""
+    """Return the result of a sample. `texts`: text of each token."""
     response, token_ids = _without_logprobs(sample), iter(sample.sequence.generated_ids)
     async for logprobs in sample.logprobs():
         response.logprobs.extend(_logprobs(token_ids, logprobs, texts))
@@ -220,7 +135,7 @@ async def _response(sample: Sample, texts: Mapping[int, str]) -> pb.GenerateResp
 def _logprobs(
     token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs], texts: Mapping[int, str]
 ) -> Iterator[common_pb2.TokenLogprobs]:
-    """Yield the messages of log-probabilities. `token_ids` may continue after them."""
+    """Yield the messages of log-probabilities. `token_ids` may be longer than `logprobs`."""
     for each, token_id in zip(logprobs, token_ids, strict=False):
         message = logprobs_message(each)
         message.text = texts[token_id]

@@ -16,7 +16,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from coordinator.serving.coordinator import Coordinator
-from coordinator.serving.service import Intake
+from coordinator.serving.intake import Intake
 from coordinator.smg.cache_batches import batches
 from coordinator.smg.messages import chunk, complete, end, generate_request, loads, model_info
 from coordinator.workers.states import Recent

@@ -45,7 +45,7 @@ class DemoSettings(UpSettings):
 
 ROWS = {
     "prompts": ("prompts", "{}"),
-    "completion_tokens": ("tokens of the answers", "{:,}"),
+    "completion_tokens": ("generated tokens", "{:,}"),
     "plain_tokens_per_s": ("plain decoding", "{:.1f} tokens/s"),
     "speculative_tokens_per_s": ("with speculation", "{:.1f} tokens/s"),
     "speedup": ("speed-up", "{:.2f}x"),
@@ -54,8 +54,8 @@ ROWS = {
     "mean_acceptance_length": ("tokens per round with draft tokens", "{:.2f}"),
     "draft_acceptance_rate": ("draft tokens accepted", "{:.0%}"),
     "exact_match": ("answers equal to plain decoding", "{:.0%}"),
-    "equivalence": ("exactness of the target", "{}"),
-    "target_activations": ("activations of the target", "{}"),
+    "equivalence": ("target exactness", "{}"),
+    "target_activations": ("target activations", "{}"),
 }
 """Name and format of each result in the table."""
 

@@ -81,10 +81,10 @@ class GenerateSettings(Settings, ClientSecurity):
     regex: str | None = Field(None, description="regular expression that the answer must match")
     grammar: Path | None = Field(None, description="file with a Lark or GBNF grammar of the answer")
     choice: list[str] | None = Field(None, description="allowed answer; repeat the flag for more")
-    constraint_after_reasoning: bool | None = Field(None, description="apply the constraint only after the reasoning")
+    constraint_after_reasoning: bool | None = Field(None, description="apply the constraint after the reasoning")
     json_whitespace: bool | None = Field(None, description="allow optional whitespace in JSON")
-    max_thinking_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="maximum tokens of the reasoning")
-    skip_special_tokens: bool | None = Field(None, description="omit special tokens from the text, as by default")
+    max_thinking_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="maximum tokens of reasoning")
+    skip_special_tokens: bool | None = Field(None, description="omit special tokens from the text; default: on")
     seed: int | None = Field(
         None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
     )

@@ -11,7 +11,7 @@ from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import SPIN_COUNT, ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import up
-from specpool.cli.up_settings import SecureUpSettings
+from specpool.cli.up_security import SecureUpSettings
 from specpool.cli.usage import answer
 from specpool.engine.config.options import EngineOptions
 from specpool.environment.process import python_path, quiet_broken_pipes

@@ -92,7 +92,7 @@ class HttpProbe:
         yield self
 
     async def is_serving(self, pid: int) -> bool:
-        with contextlib.suppress(OSError, ValueError, LookupError):  # it does not listen yet, or is no HTTP server
+        with contextlib.suppress(OSError, ValueError, LookupError):  # not listening yet, or not an HTTP server
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await self._status() == OK
         return False
@@ -115,7 +115,7 @@ class HttpProbe:
             writer.write(b"GET /health HTTP/1.0\r\n\r\n")
             return int((await reader.readline()).split()[1])
         finally:
-            writer.transport.abort()  # without waiting for a stopped process
+            writer.transport.abort()  # don't wait for a stopped process
 
     def _context(self) -> ssl.SSLContext | None:
         ca, cert = self.security.get("tls_ca"), self.security.get("tls_cert")

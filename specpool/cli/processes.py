@@ -100,7 +100,7 @@ class Service:
     probe: type[GrpcProbe | HttpProbe] = GrpcProbe
     """Checks the process at `address`, with `security`."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Flags of this command by those of the process, for its messages, such as "--target-kv-memory"."""
+    """Flags of this command, such as "--target-kv-memory", by the process's own. Messages name the former."""
     starts_last: bool = False
     """Whether the process starts once the others serve, and reuses their measurements."""
     restart_seconds: float = RESTART_SECONDS

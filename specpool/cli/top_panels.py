@@ -23,7 +23,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 
 @dataclass(frozen=True)
 class Panels:
-    """Renders a view with the workers first. On a small screen, each worker has one line."""
+    """Renders a view, workers first. On a small screen, each worker takes one line."""
 
     view: View
     height: int | None = None
@@ -52,8 +52,8 @@ class Panels:
 
 
 def failure_panel(address: str, reason: str) -> Panel:
-    """Replace the view if a call fails."""
-    text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
+    """Return the panel that replaces the view when a call fails."""
+    text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C exits.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
 
 
@@ -93,7 +93,7 @@ def _rates(view: View) -> Table:
 
 
 def _speculation(activity: Activity) -> RenderableType:
-    """Show what drafts gain over all rounds, then in the rounds that have some."""
+    """Show the gain from drafts over all rounds, then in rounds with draft tokens only."""
     table = _grid()
     table.add_row("tokens per round", _length(activity.tokens_per_round), "all rounds")
     drafted = f"{_percent(activity.drafted_share)} of rounds"
@@ -116,7 +116,7 @@ def _rounds(activity: Activity) -> RenderableType:
 
 
 def _worker_line(worker: Worker) -> RenderableType:
-    """Describe a worker, its state first, on one line, and the reason for the state on another."""
+    """Describe a worker on one line, starting with its state, and the reason for the state on another."""
     parts = []
     if worker.slots_in_use is not None:
         parts.append(f"{worker.slots_in_use} of {worker.slots_total} slots")

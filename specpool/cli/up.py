@@ -16,7 +16,8 @@ from coordinator.config.settings import MAX_NUM_SEQS
 from specpool.cli.preflight import check_services, health_check_security, own_names
 from specpool.cli.processes import ProcessFailedError, Service, arguments_of, kill, require_torch
 from specpool.cli.up_http import api_url, http_services
-from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, SecureUpSettings, UpSettings
+from specpool.cli.up_security import SecureUpSettings
+from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, UpSettings
 from specpool.engine.config.device_names import may_be_gpu
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME

@@ -1,6 +1,5 @@
 """Settings of `specpool up`."""
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,11 +11,8 @@ from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.device_names import exact_name, may_be_gpu
 from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
 from specpool.environment.process import usable_cpus
-from specpool.openai.settings import HTTP_PORT
 from specpool.rpc.config.settings import ListeningSettings
-from specpool.rpc.observability.tracing import TraceSettings
-from specpool.rpc.ports import is_loopback
-from specpool.rpc.security.settings import Names, ServerSecurity
+from specpool.rpc.security.settings import Names
 from specpool.worker.settings import WorkerSettings
 
 MAX_WORKERS = 64
@@ -32,7 +28,7 @@ WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
-    """Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair."""
+    """Serve a pair on this machine, over gRPC and OpenAI's HTTP API. Default: the embedded pair."""
 
     colocates_on_cpu: ClassVar[bool] = False
     """Whether target workers on a CPU carry the draft by default, as on a GPU (docs/decisions.md)."""
@@ -178,7 +174,7 @@ class UpSettings(ListeningSettings):
         ports = self._ports()
         for name, port in ports.items():
             if self.metrics_port is not None and 0 <= port - self.metrics_port <= others:
-                raise ValueError(f"--{name} must not be metrics_port or one of the {others} after it")
+                raise ValueError(f"--{name} must not be metrics_port or one of the {others} ports after it")
             if port and [*ports.values()].count(port) > 1:
                 raise ValueError(f"{', '.join(f'--{name} {port}' for name, port in ports.items())} must differ")
 
@@ -228,45 +224,3 @@ class UpSettings(ListeningSettings):
         if number == 1:
             return METRICS_PORTS[role]
         return len(METRICS_PORTS) + number - 1 + (self.targets - 1 if role == "draft" else 0)
-
-
-class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
-    __doc__ = UpSettings.__doc__
-
-    http_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="port of OpenAI's API over HTTP, with the certificate and tokens of the coordinator; 0: none; "
-        f"default: {HTTP_PORT} if host is a loopback address and allowed_names is not given",
-    )
-    health_port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="second port of the coordinator, for health checks only and without TLS; default: none. The "
-        "workers answer health checks at their own ports, on the loopback interface",
-    )
-
-    @property
-    def api_port(self) -> int | None:
-        """The port of OpenAI's API, or None without it."""
-        if self.http_port is not None:
-            return self.http_port or None
-        return HTTP_PORT if not self.allowed_names and _is_loopback(self.host) else None
-
-    def _ports(self) -> dict[str, int]:
-        given = {"port": self.port, "health-port": self.health_port, "http-port": self.api_port}
-        return {name: port for name, port in given.items() if port is not None}
-
-    @model_validator(mode="after")
-    def _check_http(self) -> Self:
-        if self.http_port and self.allowed_names:
-            raise ValueError("http_port must not be given with allowed_names, which only the coordinator checks")
-        return self
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(OSError):  # the start reports a host without an address
-        return is_loopback(host)
-    return False

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from specpool.environment.process import package_version
 
 SUMMARIES = {
-    "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",
+    "up": "Serve a pair on this machine, over gRPC and OpenAI's HTTP API. Default: the embedded pair.",
     "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
     "top": "Show a live view of a server: workers, window, speculation, rates and rounds. Ctrl-C exits.",
     "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",

@@ -78,7 +78,7 @@ def _json(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{name} is not JSON: {error}") from None
+        raise TypeError(f"{name}: is not JSON: {error}") from None
 
 
 def _options(options: Any) -> Struct:
@@ -88,7 +88,10 @@ def _options(options: Any) -> Struct:
     if _levels(plain) > MAX_LEVELS:
         raise TypeError(f"chat_template_kwargs: has more than {MAX_LEVELS} levels")
     struct = Struct()
-    struct.update(plain)
+    try:
+        struct.update(plain)
+    except OverflowError:
+        raise TypeError("chat_template_kwargs: has a number that is too large") from None
     return struct
 
 

@@ -64,7 +64,7 @@ def _choice(choices: object) -> pb.ChoiceConstraint:
         raise TypeError(f"choice: must be a list of texts, not {type(choices).__name__}")
     for index, text in enumerate(choices):
         if not isinstance(text, str):
-            raise TypeError(f"choice[{index}]: must be a text, not {type(text).__name__}")
+            raise TypeError(f"choice[{index}]: must be a string, not {type(text).__name__}")
     try:
         return pb.ChoiceConstraint(choices=choices)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Agreement of a draft with its target, by kind of prompt: `python -m specpool.distill.evaluate --prompts FILE`.
 
-The target answers greedily. Then the draft reads each answer in one pass and predicts every token. A line of the file
-is a text, {"prompt"}, a chat, {"messages"}, or a Spec-Bench question, {"turns"}, of which only the first turn is used.
-A line can have a "category". The last line of the output is JSON.
+The target answers greedily. Then the draft reads each answer in one pass and predicts every token. Each line of
+the file is a text {"prompt"}, a chat {"messages"}, or a Spec-Bench question {"turns"} (only the first turn is used). A
+line can have a "category". The last line of the output is JSON.
 """
 
 import json
@@ -37,17 +37,17 @@ console = Console(stderr=True)
 
 PROGRAM = "python -m specpool.distill.evaluate"
 MAX_POSITIONS = 2048
-"""Default positions of a dialogue, if the target has as many."""
+"""Default number of positions of a dialogue, limited by the target's."""
 ALL = "all"
 Chat = list[dict[str, str]]
 Prompts = dict[str, list[str | Chat]]
-"""Texts and chats by category; ALL: without one."""
+"""Texts and chats by category. ALL: no category."""
 
 
 class EvaluateSettings(Settings):
     """Measure how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
 
-    prompts: Path = Field(description="JSONL file of prompts, chats or Spec-Bench questions, perhaps with a category")
+    prompts: Path = Field(description="JSONL file of prompts, chats or Spec-Bench questions; a category is optional")
     model: str | None = Field(None, description="folder of the draft; default: the embedded one")
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     max_sequences: int = Field(16, ge=1, description="answers generated at a time")
@@ -96,7 +96,7 @@ def evaluate(settings: EvaluateSettings, prompts: Prompts, target: str, model: s
         fitting = {category: [each for each in group if len(each) <= limit] for category, group in tokens.items()}
         if not any(fitting.values()):
             answer = questions.limits.max_answer
-            raise ValueError(f"none has at most {limit} tokens, which leaves {answer} of {length} positions")
+            raise ValueError(f"all are longer than {limit} tokens ({length} positions less {answer} for the answer)")
     agreed: dict[str, list[Sequence[Sequence[bool]]]] = {}
     for category, group in fitting.items():
         if group:
@@ -123,7 +123,7 @@ def _load(settings: EvaluateSettings, length: int, model: str, target: str | Non
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Prompts of a file by category. OSError; ValueError names an invalid line."""
+    """Return the prompts of a file by category. Raises OSError, and ValueError naming an invalid line."""
     prompts = defaultdict(list)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():

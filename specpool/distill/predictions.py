@@ -15,7 +15,7 @@ def target_states(target: Engine, token_ids: list[int], layers: tuple[int, ...])
 
 @torch.inference_mode()
 def predict_answer(draft: Engine, token_ids: list[int], answer_start: int, states: torch.Tensor | None) -> Prediction:
-    """What the draft predicts of each token of an answer, by draft step.
+    """Return the draft's prediction of each token of an answer, by draft step.
 
     The steps of a causal draft do not differ, so there is one. `states`: those that a feature draft reads, of all
     tokens. It has max(REPORTED_K) steps, and steps after a wrong token count as wrong.
@@ -46,7 +46,7 @@ def _predict_by_step(draft: Engine, tokens: list[int], start: int, states: torch
 
 
 def _choices(draft: Engine, span: Span) -> tuple[list[int], list[float]]:
-    """The draft's choice at each requested position, and its probability."""
+    """Return the draft's choice at each requested position, and its probability."""
     logits = draft.forward([span]).float()
     best, chosen = logits.max(-1)
     token_ids: list[int] = draft.head.token_ids(chosen).tolist()

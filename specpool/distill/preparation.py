@@ -31,7 +31,7 @@ LIMITS = Limits()
 SEQUENCES_ON_CPU, MAX_SEQUENCES_ON_GPU = 48, 2048
 """Default number of dialogues generated at a time. On a GPU: as many as fit into memory, up to the maximum."""
 MIN_LAG, LAG_SHARE = 128, 8
-"""A dialogue may refer to answers this far before it, at least, or this share of all dialogues."""
+"""The agenda's lag: 1/LAG_SHARE of all dialogues, but at least MIN_LAG."""
 CACHE_SHARE = 0.7
 """Share of a GPU's free memory to use for KV caches."""
 
@@ -64,12 +64,12 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
 
 
 def lag_of(settings: DistillSettings) -> int:
-    """How far before a dialogue the answers are that it may refer to. See `Agenda`."""
+    """Return the lag of the agenda. See `Agenda`."""
     return max(MIN_LAG, settings.dialogues // LAG_SHARE)
 
 
 def _files(settings: DistillSettings) -> dict[range, Path]:
-    """The files of dialogues, by the numbers of their dialogues."""
+    """Return the files of dialogues by dialogue numbers."""
     ranges = (
         range(first, min(first + DIALOGUES_PER_FILE, settings.num_dialogues))
         for first in range(0, settings.num_dialogues, DIALOGUES_PER_FILE)
@@ -78,7 +78,7 @@ def _files(settings: DistillSettings) -> dict[range, Path]:
 
 
 def _holds(file: Path, numbers: range) -> bool:
-    """Whether a file has as many dialogues. A run with fewer of them leaves a shorter last file."""
+    """Whether a file has all these dialogues. The last file of a smaller run has fewer."""
     return len(Dialogues.load(file).lengths) == len(numbers)
 
 

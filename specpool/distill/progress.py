@@ -1,4 +1,4 @@
-"""Progress of generation and training: a bar on a terminal, elsewhere some lines."""
+"""Progress of generation and training: a bar on a terminal, otherwise a few lines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 console = Console(soft_wrap=True)
 LINES = 10
-"""Lines for a whole task where there is no terminal."""
+"""Number of lines for a task without a terminal."""
 
 
 class Counter:
@@ -19,7 +19,7 @@ class Counter:
         self._name, self._unit, self._total, self._done = name, unit, total, done
 
     def advance(self, note: str = "") -> None:
-        """Count one more. `note`: what to show beside the name."""
+        """Count one more. `note`: text after the name."""
         self._done += 1
         self._progress.update(self._task, completed=self._done, description=f"{self._name}{note}")
         if self._progress.disable and self._done * LINES // self._total > (self._done - 1) * LINES // self._total:
@@ -28,7 +28,7 @@ class Counter:
 
 @contextmanager
 def counting(name: str, unit: str, total: int, done: int = 0) -> Iterator[Counter]:
-    """Show progress within this context. `unit`: what is counted, in the plural. `done`: by an earlier run."""
+    """Show progress within this context. `unit`: plural noun. `done`: count of an earlier run."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield Counter(progress, name, unit, total, done)

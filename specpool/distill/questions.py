@@ -89,14 +89,14 @@ class Beginning:
 class Questions:
     """Begins dialogues: with a question that the target completes, or with a task on its earlier answers.
 
-    A beginning depends only on the seed, the number of the dialogue, and answers of dialogues with lower numbers.
+    A beginning depends only on the seed, the dialogue's number, and answers of lower-numbered dialogues.
     """
 
     def __init__(self, template: ChatTemplate, seed: int, limits: Limits | None = None) -> None:
         self.template, self.limits = template, limits or Limits()
         self._seed = seed
         self._texts: dict[int, array[int]] = {}
-        """By number of the dialogue."""
+        """Answers by dialogue number."""
         self._openings = [template.encode(opening) for opening in OPENINGS]
         self._tasks = [template.encode(f"{task}\n\n") for task in TASKS]
         self._separator = template.encode("\n\n")
@@ -109,9 +109,9 @@ class Questions:
         return turns + self.limits.max_answer
 
     def begin(self, number: int, attempt: int, num_answered: int) -> Beginning:
-        """Begin a dialogue. `attempt`: earlier questions were too short or too long.
+        """Begin a dialogue. `attempt`: number of earlier questions rejected for their length.
 
-        `num_answered`: tasks refer to answers of the dialogues before this one, which must be known.
+        `num_answered`: tasks use answers of dialogues below this number, all of which must be known.
         """
         rng = random.Random(f"{self._seed} {number} {attempt}")
         tokens, noise_seed = list(self.template.before_question), rng.getrandbits(32)

@@ -16,12 +16,12 @@ whose steps do not differ has one."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """A draft's predictions of an answer's tokens, by draft step. The last step stands for all after it."""
+    """A draft's predictions of an answer's tokens, by draft step. Later steps reuse the last one."""
 
     agreed: Sequence[Sequence[bool]]
-    """Whether the draft predicts each token."""
+    """Whether the draft predicts each token correctly."""
     confidences: Sequence[Sequence[float]]
-    """The draft's probability of its own choice at each token; 0 where an earlier step is wrong."""
+    """Probability that the draft gives its own choice at each token; 0 where an earlier step is wrong."""
 
     def at(self, position: int, step: int) -> tuple[bool, float]:
         """Whether a draft step predicts the token at this position of the answer, and the confidence."""

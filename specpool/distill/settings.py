@@ -26,12 +26,12 @@ class DistillSettings(Settings):
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
     dialogues: int = Field(
-        20_000, ge=64, description="number of dialogues to generate, at least 64; they are saved after every 16"
+        20_000, ge=64, description="number of dialogues to generate, at least 64; saved in files of 16"
     )
     held_out: int = Field(
         200,
         ge=8,
-        description="dialogues for evaluation, not for training; at least 8, and fewer than --dialogues",
+        description="dialogues held out from training for evaluation; at least 8, fewer than --dialogues",
     )
     max_sequences: int | None = Field(
         None, ge=1, description="dialogues generated at a time; default: 48, or up to 2,048 on a GPU"
@@ -54,15 +54,15 @@ class DistillSettings(Settings):
         "default: a third, two thirds and all of them",
     )
     output_tokens: int = Field(
-        16_384, ge=256, description="number of tokens that the draft can propose, at least 256: the most frequent ones"
+        16_384, ge=256, description="number of tokens that the draft can propose (the most frequent ones), at least 256"
     )
     epochs: float = Field(
         4.0,
         ge=0,
         le=10_000,
-        description="passes over the dialogues; 0 only rounds --initial, or the draft that --output has, to 4 bits",
+        description="passes over the dialogues; 0: only round --initial, or the draft in --output, to 4 bits",
     )
-    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step, at least 64")
+    batch_tokens: int = Field(4096, ge=64, description="tokens per training step, at least 64")
     peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
     precision: Precision = Field(
@@ -74,14 +74,14 @@ class DistillSettings(Settings):
 
     @property
     def draft_to_continue(self) -> Path | None:
-        """The trained draft to start from. Without epochs, it can be that of an earlier run."""
+        """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run."""
         if self.epochs == 0 and self.initial is None and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
         return self.initial
 
     @property
     def num_dialogues(self) -> int:
-        """Dialogues to generate. Without epochs, only the calibration and the evaluation need some."""
+        """Number of dialogues to generate. With 0 epochs, only calibration and evaluation need them."""
         needed = self.held_out + CALIBRATION_DIALOGUES
         return self.dialogues if self.epochs else min(self.dialogues, needed)
 
@@ -89,7 +89,7 @@ class DistillSettings(Settings):
     def _check(self) -> Self:
         if self.epochs == 0 and not self.draft_to_continue:
             missing = self.output / INT8_FILE
-            raise ValueError(f"epochs: 0 only rounds a draft; give --initial, because {missing} does not exist")
+            raise ValueError(f"epochs: 0 only rounds a draft, but {missing} does not exist; give --initial")
         if self.feature_layers is not None and self.kind != "feature":
             raise ValueError("feature_layers: needs --kind feature")
         if self.held_out >= self.dialogues:

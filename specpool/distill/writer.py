@@ -48,7 +48,7 @@ class Writer:
     def write(self, numbers: Iterable[int], lag: int) -> Iterator[tuple[int, Example]]:
         """Generate the dialogues with these numbers, ascending; yield each with its number when it ends.
 
-        `lag`: of the agenda. Answers of other dialogues before them must be known.
+        `lag`: see `Agenda`. Answers of all lower-numbered dialogues must be known.
         """
         agenda, self._lag = Agenda(numbers, lag), lag
 

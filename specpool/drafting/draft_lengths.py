@@ -68,7 +68,7 @@ class DraftLengths:
     _tried: tuple[int, ...] = ()
     """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
     _allowed_last: tuple[int, ...] = ()
-    """Whether the model, prompt lookup, and trials only were allowed in the last round, and the maximum of branches."""
+    """Last round's permissions (model, lookup, trials only) and branch limit."""
     _is_new: bool = False
     """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True

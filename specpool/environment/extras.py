@@ -22,7 +22,7 @@ MODULES = {
 }
 """Modules that the distributions of each extra provide, one of each, in the order of pyproject.toml."""
 INCLUDED = {"http": "cli", "coordinator": "cli", "worker": "coordinator"}
-"""The extra whose modules another one's processes need too. `worker` also installs `http`, for a process of its own."""
+"""The extra that an extra's processes also import. `worker` installs `http` too, for a separate process."""
 MAX_NAMED = 3
 """Maximum number of missing modules that a message names."""
 

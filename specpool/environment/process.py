@@ -62,7 +62,7 @@ def silent_interrupts() -> Iterator[None]:
 
 @contextmanager
 def quiet_broken_pipes() -> Iterator[None]:
-    """Exit with status 1 and no message if the reader of standard output has gone, such as `head`."""
+    """Exit with status 1 and no message if the reader of standard output, such as `head`, has closed the pipe."""
     try:
         try:
             yield

@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's API. It is a client of `GenerationService`."""
+"""An HTTP server for OpenAI's API, built as a client of `GenerationService`."""

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API, from the responses of coordinators."""
+"""Convert coordinator responses to answers in OpenAI's format."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -16,28 +16,12 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True)
 class Header:
-    """What all chunks of an answer have in common."""
+    """The fields shared by all chunks of an answer."""
 
     id: str
     object: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
-
-
-@dataclass(frozen=True)
-class Stops:
-    """Which stop conditions an answer reports."""
-
-    eos_token_ids: frozenset[int]
-
-    def reason(self, response: pb.GenerateResponse) -> str | int | None:
-        """Return the stop string or stop token that ended a sample, as vLLM's `stop_reason`."""
-        match response.WhichOneof("matched_stop"):
-            case "matched_stop_str":
-                return response.matched_stop_str
-            case "matched_token_id" if response.matched_token_id not in self.eos_token_ids:
-                return response.matched_token_id
-        return None
 
 
 @dataclass
@@ -64,15 +48,13 @@ class Usage:
         }
 
 
-def chat_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse], stops: Stops) -> dict[str, Any]:
+def chat_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
     """Return the answer to a chat."""
-    choices = [_chat_choice(work, sample, stops) for response in responses for sample in samples_of(response)]
+    choices = [_chat_choice(work, sample) for response in responses for sample in samples_of(response)]
     return {**vars(header), "choices": choices, "usage": _usage(responses).shown()}
 
 
-def completion_answer(
-    header: Header, work: Work, responses: Sequence[pb.GenerateResponse], stops: Stops
-) -> dict[str, Any]:
+def completion_answer(header: Header, work: Work, responses: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
     """Return the answer to a completion."""
     choices = [
         {
@@ -80,7 +62,7 @@ def completion_answer(
             "text": sample.text,
             "logprobs": completion_logprobs(sample.logprobs, 0) if sample.logprobs else None,
             "finish_reason": finish_reason(sample),
-            "stop_reason": stops.reason(sample),
+            "stop_reason": stop_reason(work, sample),
         }
         for number, response in enumerate(responses)
         for sample in samples_of(response)
@@ -97,6 +79,16 @@ def finish_reason(sample: pb.GenerateResponse, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason
 
 
+def stop_reason(work: Work, sample: pb.GenerateResponse) -> str | int | None:
+    """Return the stop string or stop token that ended a sample, as in vLLM's API."""
+    match sample.WhichOneof("matched_stop"):
+        case "matched_stop_str":
+            return sample.matched_stop_str
+        case "matched_token_id" if sample.matched_token_id not in work.eos_token_ids:
+            return sample.matched_token_id
+    return None
+
+
 def chat_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any]:
     content = [
         {
@@ -109,7 +101,7 @@ def chat_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs]) -> dict[str, Any
 
 
 def completion_logprobs(logprobs: Sequence[common_pb2.TokenLogprobs], offset: int) -> dict[str, Any]:
-    """`offset`: characters of the answer before these tokens."""
+    """`offset`: number of characters before these tokens."""
     tokens = [each.text for each in logprobs]
     return {
         "tokens": tokens,
@@ -127,7 +119,7 @@ def _usage(responses: Iterable[pb.GenerateResponse]) -> Usage:
     return usage
 
 
-def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[str, Any]:
+def _chat_choice(work: Work, sample: pb.GenerateResponse) -> dict[str, Any]:
     assert work.plan is not None
     reader = work.plan.reader(sample.starts_in_reasoning)
     deltas = [*reader.feed(sample.text), *reader.finish()]
@@ -137,7 +129,7 @@ def _chat_choice(work: Work, sample: pb.GenerateResponse, stops: Stops) -> dict[
         "message": message,
         "logprobs": chat_logprobs(sample.logprobs) if sample.logprobs else None,
         "finish_reason": finish_reason(sample, "tool_calls" in message),
-        "stop_reason": stops.reason(sample),
+        "stop_reason": stop_reason(work, sample),
     }
 
 
@@ -161,7 +153,7 @@ def _message(deltas: Iterable[Delta]) -> dict[str, Any]:
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    """`bytes` are unknown for a part of a character."""
+    """`bytes` is None for part of a character, whose bytes are unknown."""
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 

@@ -1,4 +1,4 @@
-"""The routes of the OpenAI server."""
+"""The routes of the HTTP server."""
 
 import asyncio
 import json
@@ -18,10 +18,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from specpool.openai.coordinators import Coordinators, Metadata
-from specpool.openai.errors import ApiError, api_error, is_refused, unavailable, unknown_model
+from specpool.openai.errors import ApiError, api_error, unavailable, unknown_model
 from specpool.openai.generation import CHAT, COMPLETION, Generation, Kind
 from specpool.openai.metrics import Metrics, Observed
-from specpool.openai.reading import metadata_of, parse, read_body
+from specpool.openai.reading import check_type, is_short, metadata_of, parse, read_body
 from specpool.openai.reply import Reply, while_connected
 from specpool.openai.settings import OpenAISettings
 from specpool.openai.streams import DONE, event
@@ -65,7 +65,7 @@ class Endpoint:
                 await reply.json(refused.body(), refused.status, refused.all_headers())
 
 
-class Front:
+class Handlers:
     """The handlers of all routes."""
 
     def __init__(self, settings: OpenAISettings, coordinators: Coordinators) -> None:
@@ -74,8 +74,8 @@ class Front:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
-        posted = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
-        routes = [self._route(path, partial(self._generate, path, kind), "POST") for path, kind in posted.items()]
+        generating = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+        routes = [self._route(path, partial(self._generate, path, kind), "POST") for path, kind in generating.items()]
         routes.append(self._route("/v1/models", self._models))
         routes.append(self._route("/v1/models/{model:path}", self._models))
         routes.append(self._route("/health", self._health))
@@ -89,6 +89,9 @@ class Front:
 
     async def _generate(self, path: str, kind: Kind, request: Request, reply: Reply, observed: Observed) -> None:
         metadata = metadata_of(request)
+        check_type(request)
+        if not is_short(request):
+            await self._info(metadata)  # authenticate the caller before reading a large body
         body = parse(kind.body, await read_body(request, self._settings.max_body_bytes, self._settings.receive_seconds))
         on_first = partial(self.metrics.first_token, path, observed)
         generation = Generation(kind, body, metadata, reply, on_first)
@@ -105,19 +108,15 @@ class Front:
         await reply.json(json.dumps(answer, ensure_ascii=False).encode())
 
     async def _info(self, metadata: Metadata) -> pb.GetModelInfoResponse:
-        """Return the model info of the first coordinator that answers, which authenticates the caller."""
-        links = self._coordinators.ranked(b"")
-        for others, link in zip(reversed(range(len(links))), links, strict=True):
-            try:
-                return await link.info(metadata, is_cached=False)
-            except grpc.RpcError as error:
-                if not (others and is_refused(error)):
-                    raise api_error(error) from None
-        raise unavailable("no coordinator is known")
+        """Ask a coordinator for the model info, for which it authenticates the caller. Raises ApiError."""
+        try:
+            return await self._coordinators.call(b"", lambda link: link.info(metadata, is_cached=False))
+        except grpc.RpcError as error:
+            raise api_error(error) from None
 
     async def _health(self, request: Request, reply: Reply, _: Observed) -> None:
         is_serving = self._coordinators.is_serving
-        status = {"status": "ok" if is_serving else "no coordinator serves"}
+        status = {"status": "ok" if is_serving else "no coordinator is serving"}
         await reply.json(json.dumps(status).encode(), 200 if is_serving else 503)
 
     async def _metrics(self, request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""Bodies of requests. Fields that are not listed here are refused by name."""
+"""Request bodies. Unlisted fields are refused by name."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -8,30 +8,33 @@ from pydantic_core import ErrorDetails
 from specpool.openai.errors import UNKNOWN_PARAMETER, UNSUPPORTED_PARAMETER, ApiError, invalid
 
 MAX_PROMPTS = 128
-"""Prompts of one request for completions."""
+"""Maximum prompts of a completion request."""
 
 INT32 = Field(ge=-(2**31), lt=2**31)
 UINT32 = Field(ge=0, lt=2**32)
 Int32: TypeAlias = Annotated[int, INT32]
 Uint32: TypeAlias = Annotated[int, UINT32]
+T = TypeVar("T")
+Many: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose validation stops at the first error, since it may have a million elements."""
 
-# Fields of OpenAI's API that change the answer in a way that this server does not support, and why.
+# OpenAI fields that would change the answer but are not supported, with the reason.
 UNSUPPORTED = {
     "audio": "audio is not supported",
     "best_of": "use n",
-    "echo": "prompts cannot be returned",
+    "echo": "prompts are not returned",
     "function_call": "deprecated; use tool_choice",
     "functions": "deprecated; use tools",
-    "moderation": "answers are not moderated",
+    "moderation": "moderation is not supported",
     "prediction": "predicted outputs are not supported",
-    "suffix": "text cannot be inserted",
+    "suffix": "inserting text is not supported",
     "verbosity": "use a message or chat_template_kwargs",
-    "web_search_options": "there is no web search",
+    "web_search_options": "web search is not supported",
 }
 
 
 class Body(BaseModel):
-    """A part of a body."""
+    """A body, or an object in one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -44,7 +47,7 @@ class TextPart(Body):
 
 def _check_part(part: Any) -> Any:
     if isinstance(part, dict) and part.get("type") not in ("text", "refusal", None):
-        raise ValueError(f"a part of type {str(part['type'])[:40]!r} is not supported; only text is")
+        raise ValueError(f"parts of type {str(part['type'])[:40]!r} are not supported; use text")
     return part
 
 
@@ -61,17 +64,17 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message, including those that an earlier answer returned."""
+    """A message, including the fields of earlier answers that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
+    content: str | Many[Annotated[TextPart, BeforeValidator(_check_part)]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    # Fields of answers that this server leaves unset.
+    # Fields of answers that this server never sets.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
@@ -84,7 +87,7 @@ class Message(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text."""
+        """The content as one string."""
         if isinstance(self.content, list):
             return "\n".join(part.text or part.refusal or "" for part in self.content)
         return self.content
@@ -104,7 +107,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: must be given with type json_schema, and only then")
+            raise ValueError("json_schema: required with type json_schema, and not allowed otherwise")
         return self
 
 
@@ -113,7 +116,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
     structural_tag: dict[str, Any] | str | None = None
@@ -122,7 +125,7 @@ class StructuredOutputs(Body):
     def _check_one(self) -> "StructuredOutputs":
         if len(self.model_fields_set) != 1 or not any(value is not None for _, value in self):
             names = sorted(field.alias or name for name, field in StructuredOutputs.model_fields.items())
-            raise ValueError(f"must have one of {', '.join(names)}")
+            raise ValueError(f"must have exactly one of {', '.join(names)}")
         return self
 
 
@@ -150,20 +153,20 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     n: Uint32 | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_texts)] | None = None
+    stop: Annotated[Many[str], BeforeValidator(_texts)] | None = None
     response_format: ResponseFormat | None = None
-    # Of vLLM's API
+    # vLLM's extensions
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Uint32 | None = None
-    stop_token_ids: list[Uint32] | None = None
+    stop_token_ids: Many[Uint32] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     priority: Int32 = 0
     cache_salt: str | None = None
-    # Of our own API
+    # Specpool's extensions
     json_whitespace: bool = False
     constraint_after_reasoning: bool | None = None
     max_thinking_tokens: Uint32 | None = None
@@ -172,12 +175,11 @@ class GenerationBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_supported(cls, values: Any) -> Any:
-        for name in UNSUPPORTED.keys() & values.keys() if isinstance(values, dict) else ():
+    def _check_supported(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name in UNSUPPORTED.keys() & values.keys():
             if values[name] is not None and values[name] is not False:
                 raise invalid(name, f"not supported: {UNSUPPORTED[name]}", UNSUPPORTED_PARAMETER)
-        unset = {name for name in UNSUPPORTED if name in values}
-        return {name: value for name, value in values.items() if name not in unset}
+        return {name: value for name, value in values.items() if name not in UNSUPPORTED}
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationBody":
@@ -193,15 +195,15 @@ class GenerationBody(Body):
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Uint32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     # Ignored
@@ -214,18 +216,25 @@ class ChatBody(GenerationBody):
     prompt_cache_retention: str | None = None
 
 
+def _check_prompts(prompt: Any) -> Any:
+    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    if is_list and not 0 < len(prompt) <= MAX_PROMPTS:
+        raise ValueError(f"has {len(prompt)} prompts: it must have from 1 to {MAX_PROMPTS}")
+    return prompt
+
+
 class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Uint32] | list[list[Uint32]]
+    prompt: Annotated[str | Many[str] | Many[Uint32] | Many[Many[Uint32]], BeforeValidator(_check_prompts)]
     logprobs: Int32 | None = None
 
 
 def explain(error: ValidationError) -> ApiError:
-    """Return the error of a body, with the path of its first invalid field."""
+    """Convert a validation error. It names the path of the first invalid field."""
     problems = error.errors(include_url=False, include_input=False)
     unknown = (each for each in problems if each["type"] == "extra_forbidden")
-    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest alternative of a union
+    problem = next(unknown, max(problems, key=lambda each: len(each["loc"])))  # the deepest union member
     param = _path(problem)
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code=UNKNOWN_PARAMETER)
@@ -236,8 +245,8 @@ def explain(error: ValidationError) -> ApiError:
     return invalid(param, reason[:1].lower() + reason[1:], code)
 
 
-# Alternatives of unions, which pydantic puts into paths. Others, such as "list[str]", are no names of fields.
-_ALTERNATIVES = {"str", "bool", "int"}
+# Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
+_UNION_MEMBERS = {"str", "bool", "int"}
 
 
 def _path(problem: ErrorDetails) -> str:
@@ -246,6 +255,6 @@ def _path(problem: ErrorDetails) -> str:
     for part in problem["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.replace("_", "").isalnum() and part not in _ALTERNATIVES:
+        elif part.replace("_", "").isalnum() and part not in _UNION_MEMBERS:
             path += f".{part}" if path else part
     return path

@@ -10,11 +10,11 @@ from specpool.openai.tools import Function
 Fields = Mapping[str, Any]
 ANY_OBJECT = {"type": "object"}
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}}
-"""Options of llguidance, which the server sets by itself in all constraints but grammars."""
+"""llguidance options that the coordinator sets itself in every constraint except `grammar`."""
 
 
 class CallGrammar(Protocol):
-    """The calls of a format, as a grammar."""
+    """Builds the constraints of a tool call format."""
 
     def required(self, functions: Sequence[Function], parallel: bool) -> Fields:
         """Return the constraint of an answer that consists of a call, or of several if `parallel`."""
@@ -25,18 +25,18 @@ class CallGrammar(Protocol):
 
 @dataclass(frozen=True)
 class TagGrammar:
-    """Calls whose arguments stand between texts."""
+    """Calls whose arguments are JSON between fixed strings."""
 
     begin: str
     """Contains {name}."""
     end: str
     trigger: str
-    """Text with which every call begins, and which no other text contains."""
+    """String that begins every call and occurs nowhere else."""
     separator: str | None = None
-    """Text between two calls. None if an answer cannot have two."""
+    """String between two calls. None if an answer has at most one."""
 
     def required(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return a list of tags."""
+        """Return a structural tag that allows calls only."""
         tags = [self._tag(function, function.parameters) for function in functions]
         return _structural_tag(
             type="tags_with_separator",
@@ -47,7 +47,7 @@ class TagGrammar:
         )
 
     def strict(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return tags that a trigger begins."""
+        """Return a structural tag that allows calls in free text."""
         tags = [self._tag(f, f.parameters if f.strict else ANY_OBJECT) for f in functions]
         return _structural_tag(type="triggered_tags", triggers=[self.trigger], tags=tags, stop_after_first=not parallel)
 
@@ -62,10 +62,10 @@ class ListGrammar:
     key: str
     """The key of a call's arguments."""
     begin: str = ""
-    """Text before the list, which no other text contains. Empty if there is none."""
+    """String before the list, which occurs nowhere else. Empty if there is none."""
 
     def required(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return the schema of the list, in a tag if there is text before it."""
+        """Return the schema of the list, in a structural tag if `begin` precedes it."""
         schema = self._schema([(f.name, f.parameters) for f in functions], parallel)
         if not self.begin:
             return {"json_schema": json.dumps(schema)}
@@ -73,7 +73,7 @@ class ListGrammar:
         return _structural_tag(type="tags_with_separator", tags=tags, at_least_one=True, stop_after_first=True)
 
     def strict(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return a tag that its first text begins."""
+        """Return a structural tag that allows a list in free text."""
         if not self.begin:
             return {}
         schema = self._schema([(f.name, f.parameters if f.strict else ANY_OBJECT) for f in functions], parallel)
@@ -86,7 +86,7 @@ class ListGrammar:
                 "type": "object",
                 "properties": {
                     "name": {"const": name},
-                    self.key: _moved(schema, f"#/items/anyOf/{index}/properties/{self.key}"),
+                    self.key: _rebased(schema, f"#/items/anyOf/{index}/properties/{self.key}"),
                 },
                 "required": ["name", self.key],
                 "additionalProperties": False,
@@ -99,10 +99,10 @@ class ListGrammar:
 
 @dataclass(frozen=True)
 class HarmonyGrammar:
-    """A message to a function. The model may reason before it."""
+    """Calls as messages addressed to a function. The model may reason first."""
 
     def required(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return a Lark grammar, because reasoning and call are separate messages."""
+        """Return a Lark grammar, because the reasoning and the call are separate messages."""
         calls = " | ".join(
             f'"commentary to=functions.{function.name} " <|constrain|> "json" <|message|> '
             f"%json {json.dumps({**function.parameters, **COMPACT})}"
@@ -117,7 +117,7 @@ class HarmonyGrammar:
         }
 
     def strict(self, functions: Sequence[Function], parallel: bool) -> Fields:
-        """Return nothing: free text cannot contain the headers of messages."""
+        """Return no constraint: free text cannot contain message headers."""
         return {}
 
 
@@ -129,12 +129,12 @@ def _tag(begin: str, schema: Mapping[str, Any], end: str = "") -> dict[str, Any]
     return {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
 
 
-def _moved(schema: Any, path: str) -> Any:
-    """Return a schema whose references are valid at another place, `path`."""
+def _rebased(schema: Any, path: str) -> Any:
+    """Return a schema whose local references still resolve when it is embedded at `path`."""
     if isinstance(schema, Mapping):
-        moved = {key: _moved(value, path) for key, value in schema.items()}
+        rebased = {key: _rebased(value, path) for key, value in schema.items()}
         target = schema.get("$ref")
         if isinstance(target, str) and target.startswith("#"):
-            moved["$ref"] = path + target[1:]
-        return moved
-    return [_moved(value, path) for value in schema] if isinstance(schema, list) else schema
+            rebased["$ref"] = path + target[1:]
+        return rebased
+    return [_rebased(value, path) for value in schema] if isinstance(schema, list) else schema

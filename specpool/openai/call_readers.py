@@ -1,4 +1,4 @@
-"""Readers of answers with tool calls, one per format. Text that is not a call of a known function is content."""
+"""Parsers for answers with tool calls, one per format. Text that does not call a known function is content."""
 
 import re
 import string
@@ -101,7 +101,9 @@ def read_qwen3_coder(text: TextReader, calls: Calls) -> Steps[Delta, None]:
             yield from text.skip_all()
             yield from text.skip("<function=")
         name = yield from text.skip_all(NAME_CHARACTERS)
-        if name in calls.schemas and (yield from text.skip(">")):
+        is_begun = yield from text.skip(">")
+        yield from text.skip_all()
+        if name in calls.schemas and is_begun and (yield from text.peek()) in ("<", ""):
             yield calls.start(name)
             yield from read_parameters(text, calls, calls.schemas[name], QWEN3_CODER)
             yield from text.skip_all()
@@ -119,8 +121,12 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
     seen: set[type[Content | Reasoning]] = set()
     opening = yield from text.skip(" to=functions.", TURN, CHANNEL)
     while not calls.are_complete and (opening or (opening := (yield from text.until(Content, TURN, CHANNEL)))):
-        header, end = yield from text.collect_until(MESSAGE)
+        header, end = yield from text.collect_until(MESSAGE, *MESSAGE_ENDS)
         header = f"{opening}{header}"
+        if end in MESSAGE_ENDS:
+            yield Content(f"{header}{end}")
+            opening = None
+            continue
         recipient = RECIPIENT.search(header)
         if recipient and end:
             text.mark()
@@ -140,7 +146,7 @@ def read_harmony(text: TextReader, calls: Calls) -> Steps[Delta, None]:
 
 
 def _read_list(text: TextReader, calls: Calls, tag: str, *keys: str) -> Steps[Delta, None]:
-    """Read a JSON list of calls, which may lack its brackets. `tag`: text before it, which was skipped."""
+    """Read a JSON list of calls, with or without brackets. `tag`: the skipped string before it."""
     separator: str | None = ","
     while separator == "," and not calls.are_complete:
         text.mark()

@@ -1,21 +1,23 @@
-"""Conversion of bodies to requests of our own API."""
+"""Convert request bodies to gRPC requests."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpool.client.chats import make_chat
-from specpool.openai.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Message
+from specpool.openai.bodies import ChatBody, CompletionBody, GenerationBody, Message
 from specpool.openai.errors import invalid
 from specpool.openai.output import OutputPlan, plan_output
 from specpool.v1 import generation_pb2 as pb
 
 DEFAULT_TEMPERATURE = 1.0
-"""As in OpenAI's API. In our own API the default is 0."""
+"""OpenAI's default. The gRPC API defaults to 0."""
 MAX_KEY_CHARACTERS = 1024
-"""Characters or tokens of a prompt that choose its coordinator."""
+"""Leading characters or tokens of a prompt that select its coordinator."""
 
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 # Fields with the same name and meaning in `SamplingParams`.
 SAME = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_tokens",
@@ -25,16 +27,18 @@ SAME = (
 
 @dataclass(frozen=True)
 class Work:
-    """What a body asks for."""
+    """The gRPC requests for a body, and how to read their responses."""
 
     requests: list[pb.GenerateRequest]
-    """One for each prompt."""
+    """One per prompt."""
     plan: OutputPlan | None
-    """How to read the answers. None: they are plain text."""
+    """How to read the answers. None: as plain text."""
     names: Mapping[str, str]
-    """Fields of the body by their names in our API."""
+    """Names of the body's fields by their names in the gRPC API, where they differ."""
     samples: int
-    """Number of samples of each prompt."""
+    """Number of samples per prompt."""
+    eos_token_ids: frozenset[int]
+    """Stop tokens that answers do not report."""
     with_reasoning: bool = True
     """Whether answers include the model's reasoning."""
 
@@ -43,7 +47,7 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
     """Convert the body of a chat. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    with_tools = body.tool_choice != "none"  # otherwise the model must not call them
+    with_tools = body.tool_choice != "none"  # otherwise hide them from the model
     try:
         plan = plan_output(
             info,
@@ -57,11 +61,14 @@ def chat_work(body: ChatBody, info: pb.GetModelInfoResponse, request_id: str) ->
         param, _, reason = str(error).partition(": ")
         raise invalid(param, reason) from None
     params, names = _params(body, info, plan)
+    if params.WhichOneof("constraint") and not params.constraint_after_reasoning:
+        plan = replace(plan, reasoning=pb.ReasoningTags())  # the whole text is the answer
     if body.max_completion_tokens is not None:
         params.max_tokens, names["max_tokens"] = body.max_completion_tokens, "max_completion_tokens"
     if body.logprobs:
         params.logprobs, names["logprobs"] = body.top_logprobs or 0, "top_logprobs"
-    return Work([_request(body, params, request_id, chat=chat)], plan, names, params.n or 1, body.include_reasoning)
+    requests, eos_token_ids = [_request(body, params, request_id, chat=chat)], frozenset(info.eos_token_ids)
+    return Work(requests, plan, names, params.n or 1, eos_token_ids, body.include_reasoning)
 
 
 def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request_id: str) -> Work:
@@ -69,32 +76,29 @@ def completion_work(body: CompletionBody, info: pb.GetModelInfoResponse, request
     params, names = _params(body, info, None)
     if body.logprobs is not None:
         params.logprobs = body.logprobs
-    prompts = _prompts(body.prompt)
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompts)} prompts: it must have from 1 to {MAX_PROMPTS}")
     requests = [
         _request(body, params, f"{request_id}-{number}" if number else request_id, **prompt)
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(_prompts(body.prompt))
     ]
-    return Work(requests, None, names, params.n or 1)
+    return Work(requests, None, names, params.n or 1, frozenset(info.eos_token_ids))
 
 
 def chat_prefix(body: ChatBody) -> str:
-    """Return what the prompts of a conversation's later turns begin with too."""
+    """Return the messages up to the first user message, which all turns of a conversation share."""
     first = next((number for number, each in enumerate(body.messages, 1) if each.role == "user"), len(body.messages))
     return "\n".join(message.text or "" for message in body.messages[:first])[:MAX_KEY_CHARACTERS]
 
 
 def completion_prefix(body: CompletionBody) -> str:
     """Return the beginning of the first prompt."""
-    first = next(iter(_prompts(body.prompt)), {})
+    first = _prompts(body.prompt)[0]
     if "text" in first:
         return str(first["text"][:MAX_KEY_CHARACTERS])
-    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS])) if first else ""
+    return ",".join(map(str, first["tokenized"].input_ids[:MAX_KEY_CHARACTERS]))
 
 
 def _prompts(prompt: Any) -> list[dict[str, Any]]:
-    """Return the input of each prompt's request."""
+    """Return the input field of each request."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     return [
@@ -115,7 +119,9 @@ def _request(body: GenerationBody, params: pb.SamplingParams, request_id: str, *
 def _params(
     body: GenerationBody, info: pb.GetModelInfoResponse, plan: OutputPlan | None
 ) -> tuple[pb.SamplingParams, dict[str, str]]:
-    """Return the sampling parameters, and the body's names of some. Raises ApiError."""
+    """Return the sampling parameters, and `Work.names`. Raises ApiError."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     constraint, names = _constraint(body, plan)
     if constraint and plan is not None and info.HasField("reasoning"):
@@ -131,14 +137,14 @@ def _params(
     if not body.skip_special_tokens or (plan is not None and not plan.skip_special_tokens):
         params.skip_special_tokens = False
     for token, bias in (body.logit_bias or {}).items():
-        if not token.isdecimal() or int(token) >= 2**32:
+        if not _TOKEN_ID.fullmatch(token) or int(token) >= 2**32:
             raise invalid("logit_bias", f"{token[:20]!r} is not a token id")
         params.logit_bias[int(token)] = bias
     return params, names
 
 
 def _constraint(body: GenerationBody, plan: OutputPlan | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the constraint as fields of `SamplingParams`, and the body's names of them. Raises ApiError."""
+    """Return the constraint as fields of `SamplingParams`, and `Work.names`. Raises ApiError."""
     found: list[tuple[str, dict[str, Any]]] = []
     if body.response_format is not None and body.response_format.type != "text":
         schema = body.response_format.json_schema
@@ -169,7 +175,7 @@ def _structured(name: str, value: Any) -> dict[str, Any]:
 
 
 def _template_options(body: ChatBody, info: pb.GetModelInfoResponse) -> dict[str, Any] | None:
-    """Return the options of the chat template. Templates without an option for the effort ignore it, as in vLLM."""
+    """Return the options of the chat template. As in vLLM, it ignores `reasoning_effort` if it has no such option."""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         if "reasoning_effort" in info.chat_template_options:
@@ -180,8 +186,8 @@ def _template_options(body: ChatBody, info: pb.GetModelInfoResponse) -> dict[str
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a message as `make_chat` reads it."""
-    role = "system" if message.role == "developer" else message.role  # few templates know developers
+    """Convert a message for `make_chat`."""
+    role = "system" if message.role == "developer" else message.role  # few templates know the developer role
     calls = [call.model_dump(exclude={"index"}) for call in message.tool_calls or ()]
     return {
         "role": role,

@@ -1,36 +1,39 @@
-"""The coordinators behind this server: which of them serve, and which one a request goes to."""
+"""The coordinators behind this server: their health, and the routing of requests."""
 
 import asyncio
 import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.client.connections import AsyncConnected, AsyncStub, Connection
 from specpool.client.failures import async_failure, is_permanent
+from specpool.openai.errors import is_refused, unavailable
 from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
 from specpool.v1 import generation_pb2 as pb
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
 """Pause before an unreachable coordinator is watched again."""
 START_SECONDS = 10.0
-"""Time in which a coordinator that starts together with this server may be unreachable without a warning."""
+"""Grace period without warnings for coordinators that start together with this server."""
 INFO_SECONDS = 5.0
-"""Time for which a coordinator's model info is reused."""
+"""How long a coordinator's model info is cached."""
 CALL_SECONDS = 10.0
-"""Time for a call that generates nothing."""
+"""Timeout of a call that generates nothing."""
 LOAD_FACTOR = 1.25
-"""A coordinator takes at most this multiple of its even share of the requests before others take its prefixes."""
+"""Above this multiple of its even share of the requests, a coordinator loses its prefixes to others."""
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
@@ -43,7 +46,7 @@ class Link(AsyncConnected):
         self.address = endpoint.address
         self.is_serving = False
         self.in_flight = 0
-        """Requests of this server at the coordinator."""
+        """This server's requests in progress at the coordinator."""
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
         self._fault = ""
@@ -52,21 +55,12 @@ class Link(AsyncConnected):
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[AsyncStub]:
-        """Context manager of one call."""
+        """Context manager that yields the stub for a request's calls."""
         async with self._connection() as connection:
             yield connection.stub
 
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Context manager of a request, which counts as load."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-
     async def info(self, metadata: Metadata, is_cached: bool = True) -> pb.GetModelInfoResponse:
-        """Return the model and its formats. Without `is_cached`, the coordinator authenticates the caller."""
+        """Return the model info. `is_cached=False` always asks the coordinator, which authenticates the caller."""
         if not is_cached or self._info is None or time.monotonic() > self._info_until:
             async with self.stub() as stub:
                 call = stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata, timeout=CALL_SECONDS)
@@ -79,7 +73,7 @@ class Link(AsyncConnected):
         return sha256(self.address.encode() + key).digest()
 
     async def close(self) -> None:
-        """Stop watching, and close the channels."""
+        """Stop the health watch and close the channels."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         for channel in self._close():
@@ -116,7 +110,7 @@ class Link(AsyncConnected):
 
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
-            log.info("coordinator %s %s", self.address, "serves" if is_serving else "does not serve")
+            log.info("coordinator %s is %s", self.address, "serving" if is_serving else "not serving")
         self.is_serving, self._fault, self._expected_at = is_serving, "", 0.0
 
 
@@ -148,6 +142,21 @@ class Coordinators:
         preferred = sorted(links, key=lambda link: link.score(prefix))
         return sorted(preferred, key=lambda link: max(0, link.in_flight + 1 - share))
 
+    async def call(self, prefix: bytes, call: Callable[[Link], Awaitable[T]]) -> T:
+        """Call the ranked coordinators in turn until one can answer. Raises RpcError, and ApiError without any."""
+        failure: Exception = unavailable("no coordinator was found")
+        for link in self.ranked(prefix):
+            link.in_flight += 1
+            try:
+                return await call(link)
+            except grpc.RpcError as error:
+                if not is_refused(error):
+                    raise
+                failure = error
+            finally:
+                link.in_flight -= 1
+        raise failure
+
     async def close(self) -> None:
         self._following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -166,7 +175,7 @@ class Coordinators:
 
 
 async def _retire(link: Link) -> None:
-    """Close a connection once its requests have ended."""
-    while link.in_flight:  # noqa: ASYNC110 - rare, and nobody waits for it
+    """Close a link once its requests have ended."""
+    while link.in_flight:  # noqa: ASYNC110 - rare and not urgent
         await asyncio.sleep(1.0)
     await link.close()

@@ -1,4 +1,4 @@
-"""What an answer's text consists of, piece by piece."""
+"""Deltas: the typed pieces of an answer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Delta = Content | Reasoning | CallStart | CallArguments
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join neighbouring deltas of the same part."""
+    """Join adjacent deltas of the same part."""
     result: list[Delta] = []
     for (kind, index), group in groupby(deltas, key=_part_of):
         if kind is CallStart:

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API, and the table of gRPC status codes and HTTP statuses."""
+"""Errors in OpenAI's format, and the table that maps gRPC status codes to HTTP statuses."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from specpool.rpc.status import ANSWERED, details_of
 INVALID, MODEL_NOT_FOUND, UNKNOWN_PARAMETER = "invalid_request_error", "model_not_found", "unknown_parameter"
 UNSUPPORTED_PARAMETER = "unsupported_parameter"
 RETRY_SECONDS = 1.0
-"""Delay to suggest if the coordinator suggests none."""
+"""Retry delay to suggest if the coordinator suggests none."""
 
 # HTTP status, type and code by status code.
 _STATUSES: dict[StatusCode, tuple[int, str, str | None]] = {
@@ -32,7 +32,7 @@ _STATUSES: dict[StatusCode, tuple[int, str, str | None]] = {
 _FAULT = (500, "server_error", None)
 _RETRYABLE = (429, 503)
 
-# Fields of our API whose names differ in OpenAI's. Requests may add others.
+# Fields of the gRPC API that have other names in OpenAI's. `names` adds those of a request.
 _PARTS = ("sampling_params.", "chat.")
 _NAMES = {"text": "prompt", "tokenized.input_ids": "prompt"}
 
@@ -70,8 +70,7 @@ def unknown_model(model: str, served: str) -> ApiError:
 
 
 def too_large(reason: str) -> ApiError:
-    """The connection is closed, because the rest of the body is not read."""
-    return ApiError(413, reason, code="body_too_large", headers={"connection": "close"})
+    return ApiError(413, reason, code="body_too_large")
 
 
 def unavailable(reason: str) -> ApiError:
@@ -79,7 +78,7 @@ def unavailable(reason: str) -> ApiError:
 
 
 def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
-    """Convert a `grpc.RpcError`. `names`: fields of the request's body by their names in our API."""
+    """Convert a `grpc.RpcError`. `names`: see `Work.names`."""
     status, kind, code = _STATUSES.get(error.code(), _FAULT)
     details, message, param = details_of(error), error.details() or "", None
     if details.field:
@@ -87,7 +86,7 @@ def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
         message = f"{param}: {details.rule}"
     elif status == 401:
         message = message.replace("authorization:", "Authorization:", 1)
-    elif ANSWERED not in [*(error.trailing_metadata() or ())]:  # gRPC's texts name internal addresses
+    elif ANSWERED not in [*(error.trailing_metadata() or ())]:  # gRPC's own messages name internal addresses
         if error.code() == StatusCode.RESOURCE_EXHAUSTED:
             return too_large("the request is larger than the coordinator's limit")
         if error.code() == StatusCode.UNAVAILABLE:
@@ -97,7 +96,7 @@ def api_error(error: Any, names: Mapping[str, str] | None = None) -> ApiError:
 
 
 def is_refused(error: grpc.RpcError) -> bool:
-    """Return whether a coordinator is away, about to stop or without a target, so that another one may answer."""
+    """Return whether another coordinator may answer: this one is down, draining or without a target."""
     return bool(error.code() == StatusCode.UNAVAILABLE)
 
 

@@ -1,4 +1,4 @@
-"""Generation for one HTTP request: choice of the coordinator, its calls, and the answer."""
+"""Answer one HTTP request: choose a coordinator, call it, and convert its responses."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from specpool.openai.answers import Header, Stops, chat_answer, completion_answer
+from specpool.openai.answers import Header, chat_answer, completion_answer
 from specpool.openai.bodies import ChatBody, CompletionBody
 from specpool.openai.calls import Work, chat_prefix, chat_work, completion_prefix, completion_work
 from specpool.openai.coordinators import Coordinators, Link, Metadata
-from specpool.openai.errors import api_error, invalid, is_refused, unavailable, unknown_model
+from specpool.openai.errors import ApiError, api_error, invalid, unknown_model
 from specpool.openai.reply import Reply
 from specpool.openai.streams import DONE, ChatStream, CompletionStream, event
 from specpool.v1 import generation_pb2 as pb
@@ -23,12 +23,12 @@ from specpool.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True)
 class Kind:
-    """What chats and completions do differently."""
+    """The differences between chats and completions."""
 
     body: type[Any]
     prefix: Callable[[Any], str]
     work: Callable[[Any, pb.GetModelInfoResponse, str], Work]
-    answer: Callable[[Header, Work, Sequence[pb.GenerateResponse], Stops], dict[str, Any]]
+    answer: Callable[[Header, Work, Sequence[pb.GenerateResponse]], dict[str, Any]]
     stream: type[ChatStream | CompletionStream]
     id_prefix: str
     object: str
@@ -55,25 +55,20 @@ class Generation:
     on_first_token: Callable[[], None]
     id: str = field(init=False)
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the body by their names in our API."""
+    """See `Work.names`."""
 
     def __post_init__(self) -> None:
         self.id = self.kind.id_prefix + uuid.uuid4().hex
 
     async def run(self, coordinators: Coordinators) -> None:
         """Answer the request. Raises ApiError if nothing has been sent yet."""
-        links = coordinators.ranked(self._key())
-        for others, link in zip(reversed(range(len(links))), links, strict=True):
-            try:
-                with link.loaded():
-                    return await self._answer_by(link)
-            except grpc.RpcError as error:
-                if not (others and is_refused(error)):
-                    raise api_error(error, self.names) from None
-        raise unavailable("no coordinator is known")
+        try:
+            await coordinators.call(self._key(), self._answer_by)
+        except grpc.RpcError as error:
+            raise api_error(error, self.names) from None
 
     def _key(self) -> bytes:
-        """Return a digest of what must be equal for requests to share cached prefixes."""
+        """Return a digest of caller, salt and prefix: requests that differ in one share no cached prefix."""
         caller = [value for name, value in self.metadata if name == "authorization"]
         return sha256(repr((caller, self.body.cache_salt, self.kind.prefix(self.body))).encode()).digest()
 
@@ -84,17 +79,20 @@ class Generation:
             info = await link.info(self.metadata, is_cached=False)
         if self.body.model != info.served_model_name:
             raise unknown_model(self.body.model, info.served_model_name)
-        work = self._work(info)
-        stops = Stops(frozenset(info.eos_token_ids))
+        try:
+            work = self._work(info)
+        except ApiError:
+            await link.info(self.metadata, is_cached=False)  # tells strangers nothing about the model
+            raise
         async with link.stub() as stub:
             if self.body.stream:
                 running = [stub.GenerateStream(each, metadata=self.metadata) for each in work.requests]
                 async with aclosing(merged(running)) as messages:
-                    await self._stream(messages, work, stops)
+                    await self._stream(messages, work)
             else:
                 calls = [stub.Generate(each, metadata=self.metadata) for each in work.requests]
                 responses = await gathered(calls)
-                answer = self.kind.answer(self._header(self.kind.object), work, responses, stops)
+                answer = self.kind.answer(self._header(self.kind.object), work, responses)
                 await self.reply.json(json.dumps(answer, ensure_ascii=False).encode(), headers=self._headers())
 
     def _work(self, info: pb.GetModelInfoResponse) -> Work:
@@ -111,10 +109,8 @@ class Generation:
     def _headers(self) -> dict[str, str]:
         return {"x-request-id": self.id}
 
-    async def _stream(
-        self, messages: AsyncGenerator[tuple[int, pb.GenerateStreamResponse]], work: Work, stops: Stops
-    ) -> None:
-        stream = self.kind.stream(self._header(self.kind.chunk_object), work, stops, self.body.includes_usage)
+    async def _stream(self, messages: AsyncGenerator[tuple[int, pb.GenerateStreamResponse]], work: Work) -> None:
+        stream = self.kind.stream(self._header(self.kind.chunk_object), work, self.body.includes_usage)
         number, first = await anext(messages)
         self.on_first_token()
         await self.reply.begin_stream(self._headers())
@@ -129,22 +125,24 @@ class Generation:
 
 
 async def gathered(calls: Sequence[Any]) -> list[pb.GenerateResponse]:
-    """Return the responses of calls that run at the same time. The first error, or a cancellation, ends them all."""
+    """Await concurrent calls in order. An error or a cancellation cancels them all."""
     try:
-        return [await call for call in calls]
+        responses: list[pb.GenerateResponse] = await asyncio.gather(*calls)
+        return responses
     finally:
         for call in calls:
             call.cancel()
 
 
 async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateStreamResponse]]:
-    """Yield the messages of streams as they arrive, with the streams' numbers. Closing it ends the streams."""
+    """Yield (stream number, message) as messages arrive. Closing the generator cancels the streams."""
+    reading: dict[asyncio.Future[Any], int] = {}
     try:
         if len(calls) == 1:
             async for message in calls[0]:
                 yield 0, message
             return
-        reading = {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
+        reading |= {asyncio.ensure_future(call.read()): number for number, call in enumerate(calls)}
         while reading:
             done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             for read in done:
@@ -155,3 +153,4 @@ async def merged(calls: Sequence[Any]) -> AsyncGenerator[tuple[int, pb.GenerateS
     finally:
         for call in calls:
             call.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Reading of calls written as JSON: an object with a name and arguments."""
+"""Parse calls written as JSON objects with a name and arguments."""
 
 import json
 import re

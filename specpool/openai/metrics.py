@@ -1,4 +1,4 @@
-"""Prometheus metrics of the OpenAI server."""
+"""Prometheus metrics of the HTTP server."""
 
 import time
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ class Observed:
 
 class Metrics:
     def __init__(self) -> None:
-        disable_created_metrics()  # further series that nobody reads
+        disable_created_metrics()  # drop the `_created` series
         self.registry: CollectorRegistry = server_registry(None)
         name, registry = PREFIX + "http_", self.registry
-        text = f"HTTP requests that ended, by route and status; {DISCONNECTED}: the client left first."
+        text = f"HTTP requests that ended, by route and status; {DISCONNECTED}: the client disconnected."
         self._requests = Counter(name + "requests", text, ("route", "status"), registry=registry)
-        text = "Seconds from a request's arrival to the end of its answer."
+        text = "Seconds from a request's arrival to the end of its response."
         self._seconds = Histogram(name + "request_seconds", text, ("route",), registry=registry, buckets=SECONDS)
         text = "Seconds from a streamed request's arrival to its first token."
         self._first = Histogram(

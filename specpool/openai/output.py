@@ -1,4 +1,4 @@
-"""Reading of a model's answer: its reasoning, its tool calls, and the rest."""
+"""Split a model's answer into reasoning, tool calls and content."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class OutputPlan:
     parallel: bool
     """Whether an answer may have several calls."""
     constraint: Mapping[str, Any]
-    """Fields of `SamplingParams` that enforce the tool choice. Empty if nothing has to be enforced."""
+    """Fields of `SamplingParams` that enforce the tool choice. Empty if there is nothing to enforce."""
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -43,7 +43,7 @@ class OutputPlan:
             yield from read_reasoning(text, self.reasoning.begin, self.reasoning.end, starts_in_reasoning)
         schemas = {function.name: function.parameters for function in self.choice.functions}
         yield from self.format.read(text, Calls(schemas, self.parallel, self.format.new_id))
-        yield from collected(text.until(str))  # text after the only call that the request allows
+        yield from collected(text.until(str))  # drop text after the only call that the request allows
 
 
 def plan_output(
@@ -87,12 +87,12 @@ class OutputReader:
         self._trimmer = Trimmer(may_call=bool(plan.choice.functions))
 
     def feed(self, text: str) -> list[Delta]:
-        """Read the next text. Returns what is certain by now."""
+        """Read more text. Returns the deltas that no later text can change."""
         self._text.feed(text)
         return joined(self._trimmer.trim(self._arrived()))
 
     def finish(self) -> list[Delta]:
-        """Return what was held back. The answer is complete."""
+        """Mark the end of the answer. Returns the deltas held back."""
         self._text.end()
         return joined(chain(self._trimmer.trim(self._arrived()), self._trimmer.finish()))
 

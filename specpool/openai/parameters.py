@@ -1,4 +1,4 @@
-"""Reading of calls whose parameters are written between tags, as text. They become JSON with the schema's types."""
+"""Parse calls whose parameters are plain text between tags. Values become JSON of the schema's types."""
 
 import json
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from specpool.openai.text_reader import Steps, TextReader
 from specpool.openai.tool_calls import Calls
 
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-"""Templates write them when they render such values as text."""
+"""Chat templates render JSON literals in Python's notation."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 @dataclass(frozen=True)
 class Markup:
-    """The tags around names and values of parameters."""
+    """The tags around parameter names and values."""
 
     name_begin: str
     name_end: str
@@ -27,7 +27,7 @@ class Markup:
 
 
 def read_parameters(text: TextReader, calls: Calls, schema: Mapping[str, Any], markup: Markup) -> Steps[Delta, None]:
-    """Read a call's parameters as they arrive. A call that the text's end cuts off stays open."""
+    """Read a call's parameters as they arrive. If the text ends within the call, its JSON stays open."""
     separator = "{"
     while True:
         yield from text.skip_all()
@@ -68,7 +68,7 @@ def _read_value(text: TextReader, calls: Calls, types: set[str] | None, markup: 
 
 
 def _types_of(schema: Any) -> set[str] | None:
-    """Return the JSON types that a parameter's schema allows, or None if it does not say."""
+    """Return the JSON types that a parameter's schema allows, or None if it allows any."""
     if not isinstance(schema, Mapping):
         return None
     if isinstance(types := schema.get("type"), str):
@@ -89,7 +89,7 @@ def _type_of(value: Any) -> str:
 
 
 def _converted(value: str, types: set[str] | None) -> str:
-    """Return a parameter's text as JSON of one of `types`, or as a string if it has none of them."""
+    """Convert a parameter's text to JSON of one of `types`, or to a string if it fits none."""
     literal = PYTHON_LITERALS.get(value.strip(), value.strip())
     try:
         kind = _type_of(json.loads(literal, parse_constant=_refuse_constant))

@@ -1,4 +1,4 @@
-"""Reading of requests: limits, JSON, and the caller's credentials."""
+"""Read requests: size and time limits, JSON, and the caller's credentials."""
 
 import asyncio
 import json
@@ -16,25 +16,41 @@ from specpool.rpc.security.tokens import HEADER
 
 B = TypeVar("B", bound=GenerationBody)
 
-# Headers that coordinators get as metadata.
+# Headers to pass on to coordinators as metadata.
 PASSED = (HEADER, "traceparent", "tracestate")
+JSON_TYPE = "application/json"
+SHORT_BYTES = 64 * 2**10
+"""Maximum size of a body that is read before the caller is authenticated."""
 _PLAIN = re.compile(r"[\x20-\x7e]{1,4096}")
 
 
+def check_type(request: Request) -> None:
+    """Raise ApiError unless the body is JSON. Pages of other sites cannot send that type without CORS."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise ApiError(415, f"content-type: must be {JSON_TYPE}", code="unsupported_media_type")
+
+
+def is_short(request: Request) -> bool:
+    """Return whether Content-Length announces at most `SHORT_BYTES`."""
+    length = request.headers.get("content-length", "")
+    is_announced = length.isdecimal() and "transfer-encoding" not in request.headers
+    return is_announced and int(length) <= SHORT_BYTES
+
+
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """Return a body. Raises ApiError if it is too large or too slow, starlette's ClientDisconnect."""
+    """Return the body. Raises ApiError if it is too large or too slow, and ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        raise too_large(f"the body has more than {max_bytes} bytes")
+        raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
-                    raise too_large(f"the body has more than {max_bytes} bytes")
+                    raise too_large(f"the body has more than {max_bytes} bytes (--max-body-bytes)")
     except TimeoutError:
-        message = f"the body did not arrive within {seconds:g} s"
+        message = f"the body did not arrive within {seconds:g} s (--receive-seconds)"
         raise ApiError(408, message, headers={"connection": "close"}) from None
     return bytes(body)
 
@@ -42,8 +58,8 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 def parse(kind: type[B], body: bytes) -> B:
     """Parse a body. Raises ApiError."""
     try:
-        values = json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        if b"\\u" in body:  # may be half a surrogate pair, which is no text
+        values = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if b"\\u" in body:  # may be a lone surrogate, which UTF-8 cannot encode
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
         raise _malformed("is nested too deeply") from None
@@ -59,16 +75,16 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 def metadata_of(request: Request) -> Metadata:
-    """Return the metadata of the request's calls: the caller's token and trace. Raises ApiError."""
+    """Return the metadata for gRPC calls: the caller's token and trace context. Raises ApiError."""
     metadata = [(name, value) for name in PASSED for value in request.headers.getlist(name)]
     if any(name == HEADER and not _PLAIN.fullmatch(value) for name, value in metadata):
-        message = "Authorization: must be Bearer and a token of ASCII characters"
+        message = "Authorization: must be Bearer and an ASCII token"
         raise ApiError(401, message, "authentication_error", code="invalid_api_key")
     return [(name, value) for name, value in metadata if _PLAIN.fullmatch(value)]
 
 
 class _InvalidJsonError(ValueError):
-    """JSON that this server refuses although Python reads it."""
+    """JSON that Python accepts but this server refuses."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,7 +96,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise _InvalidJsonError(f"{name} is no number")
+    raise _InvalidJsonError(f"{name} is not allowed")
 
 
 def _malformed(reason: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Reading of a model's reasoning at the beginning of its answer."""
+"""Parse the reasoning block at the beginning of an answer."""
 
 from specpool.openai.deltas import Content, Delta, Reasoning
 from specpool.openai.text_reader import Steps, TextReader

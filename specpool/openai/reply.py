@@ -22,7 +22,7 @@ class Reply:
         """Whether the status has been sent."""
 
     async def json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Send the whole answer."""
+        """Send a complete response."""
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._begin(status, {**length, **(headers or {})})
         await self.end(body)
@@ -31,7 +31,7 @@ class Reply:
         await self._begin(200, {**STREAM_HEADERS, **headers})
 
     async def write(self, data: bytes) -> None:
-        """Send a part of a stream. Waits while the client does not read."""
+        """Send part of a stream. Waits while the client does not read."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> None:

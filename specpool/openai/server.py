@@ -1,4 +1,4 @@
-"""The process of the OpenAI server: uvicorn with reloaded TLS files, and a drain on SIGTERM."""
+"""The HTTP server process: uvicorn with TLS files that reload, and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
-from specpool.openai.app import Front
+from specpool.openai.app import Handlers
 from specpool.openai.coordinators import Coordinators
+from specpool.openai.errors import unavailable
+from specpool.openai.metrics import Observed
 from specpool.openai.protocol import Protocol
+from specpool.openai.reply import Reply
 from specpool.openai.settings import OpenAISettings
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -24,17 +28,21 @@ from specpool.rpc.server.signals import StopSignals, wait_orphaned
 
 PROGRAM = "specpool-openai"
 BACKLOG = 2048
+REFUSED_CONNECTIONS = 64
+"""Connections above the limit that get a 503 answer. Further ones are closed at once."""
+PROBED = ("/health", "/metrics")
+"""Routes served above the limit too: failing probes would restart the server and cut its requests."""
 KEEP_ALIVE_PROBE_SECONDS = 20
 UNREAD_BYTES = 64 * 2**10
-"""Bytes of a stream that the system buffers for a client that does not read."""
+"""Send buffer of a connection, which holds a stream's data for a client that does not read."""
 LAST_SECONDS = 0.5
-"""Time for clients to read the end of requests that outlast the drain."""
+"""Time for clients to read the errors that end requests after the drain."""
 
-log = logging.getLogger("specpool.openai.server")  # also if run as __main__
+log = logging.getLogger(__name__)
 
 
 class Uvicorn(uvicorn.Server):
-    """Leaves signals to the process."""
+    """uvicorn without signal handlers of its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,12 +56,15 @@ class OpenAIServer:
         """Needs a running event loop."""
         self._settings = settings
         self.coordinators = Coordinators(settings.coordinators, settings.coordinator_security)
-        self.front = Front(settings, self.coordinators)
+        self.handlers = Handlers(settings, self.coordinators)
         files = settings.tls_files
         tls = ServerContext(files) if files is not None else None
+        self._max_connections = max_connections(settings.max_connections)
+        self._routes = self.handlers.app()
         self._uvicorn = Uvicorn(
             uvicorn.Config(
-                self.front.app(),
+                self._answer,
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -61,10 +72,10 @@ class OpenAIServer:
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=max_connections(settings.max_connections) + 1,  # uvicorn refuses at its limit
+                limit_concurrency=self._max_connections + REFUSED_CONNECTIONS + 1,
                 h11_max_incomplete_event_size=int(settings.max_header_bytes),
                 timeout_keep_alive=settings.keep_alive_seconds,
-                ssl_context_factory=None if tls is None else lambda *_: tls.context,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             )
         )
         self._running: asyncio.Task[None] | None = None
@@ -81,7 +92,7 @@ class OpenAIServer:
         suffix = " with TLS" if settings.tls_files is not None else ""
         log.info("listening on %s%s", join_address(settings.host, port), suffix)
         if settings.tls_files is None and not is_loopback(settings.host):
-            log.warning("tls_cert is not set: tokens, prompts and answers travel in plain text")
+            log.warning("--tls-cert is not set: tokens, prompts and answers travel in plain text")
         return port
 
     def stop(self, drain: bool = True) -> None:
@@ -101,6 +112,16 @@ class OpenAIServer:
         self._ending.cancel()
         await self.coordinators.close()
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["path"] in PROBED or len(self._uvicorn.server_state.connections) <= self._max_connections:
+            await self._routes(scope, receive, send)
+            return
+        log.warning("refusing a request: more than %d connections (--max-connections)", self._max_connections)
+        refused = unavailable("too many connections")
+        headers = {**refused.all_headers(), "connection": "close"}
+        await Reply(send, Observed()).json(refused.body(), refused.status, headers)
+
     async def _end_requests(self) -> None:
         """End the requests that outlast the drain."""
         await self._stopping.wait()
@@ -111,7 +132,7 @@ class OpenAIServer:
         for task in state.tasks:
             task.cancel()
         await asyncio.sleep(LAST_SECONDS)
-        for connection in list(state.connections):  # of clients that do not read
+        for connection in list(state.connections):  # their clients do not read
             connection.transport.abort()
 
 
@@ -130,18 +151,20 @@ async def serve(settings: OpenAISettings) -> None:
     log.info("stopped")
 
 
-class ServerContext:
-    """The TLS context of a server. Every handshake uses the current files."""
+class ServerContext(ssl.SSLContext):
+    """The TLS context of a server. Every handshake uses the current files, and resumes no session of earlier ones."""
+
+    def __new__(cls, files: TlsFiles) -> "ServerContext":
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raise ValueError as `TlsFiles.load` does."""
+        """Raises ValueError as `TlsFiles.load` does."""
         self._files = files
         self._contexts: Reloaded[ssl.SSLContext] = Reloaded(files.paths, self._load)
-        self.context = self._load()
-        self.context.sni_callback = self._use_current
 
-    def _use_current(self, connection: Any, *_: Any) -> None:
-        connection.context = self._contexts.current()
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """Begin a handshake, as asyncio does."""
+        return self._contexts.current().wrap_bio(*args, **options)
 
     def _load(self) -> ssl.SSLContext:
         self._files.load()
@@ -172,11 +195,7 @@ def _listener(host: str, port: int, stall_seconds: float) -> socket.socket:
 def main() -> None:
     settings = OpenAISettings.load(PROGRAM)
     configure_logging(settings.log_level, settings.log_format, PROGRAM)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # its warnings quote client input
     settings.log_resolved()
     with naming(PROGRAM, "", ListenError):
         asyncio.run(serve(settings))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,11 +7,11 @@ from typing import Any
 
 from specpool.openai.answers import (
     Header,
-    Stops,
     Usage,
     chat_logprobs,
     completion_logprobs,
     finish_reason,
+    stop_reason,
 )
 from specpool.openai.calls import Work
 from specpool.openai.deltas import CallArguments, CallStart, Content, Delta, Reasoning
@@ -35,21 +35,21 @@ class Sample:
     reader: OutputReader
     has_calls: bool = False
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of tokens whose text has not been sent yet."""
+    """Log-probabilities of tokens that no event has shown yet."""
 
 
 class EventStream:
-    """Converts the messages of coordinators to events."""
+    """Converts streamed messages to events."""
 
-    def __init__(self, header: Header, work: Work, stops: Stops, with_usage: bool) -> None:
-        self._work, self._stops, self._with_usage = work, stops, with_usage
+    def __init__(self, header: Header, work: Work, with_usage: bool) -> None:
+        self._work, self._with_usage = work, with_usage
         common = _encode(vars(header))[:-1]
         self._before = f'data: {common},"choices":['
         self._after = '],"usage":null}\n\n' if with_usage else "]}\n\n"
         self._usage = Usage()
 
     def feed(self, number: int, message: pb.GenerateStreamResponse) -> bytes:
-        """Return the events of a message. `number`: of the prompt."""
+        """Return the events of a message. `number`: index of the prompt."""
         raise NotImplementedError
 
     def end(self) -> bytes:
@@ -65,8 +65,8 @@ class EventStream:
 class ChatStream(EventStream):
     """Events of a chat."""
 
-    def __init__(self, header: Header, work: Work, stops: Stops, with_usage: bool) -> None:
-        super().__init__(header, work, stops, with_usage)
+    def __init__(self, header: Header, work: Work, with_usage: bool) -> None:
+        super().__init__(header, work, with_usage)
         self._samples: dict[int, Sample] = {}
 
     def feed(self, number: int, message: pb.GenerateStreamResponse) -> bytes:
@@ -79,10 +79,8 @@ class ChatStream(EventStream):
             sample = self._samples[index] = Sample(self._work.plan.reader(message.starts_in_reasoning))
             events.append(self._event(_choice(index, {"role": "assistant", "content": ""})))
         if is_chunk:
-            chunk = message.chunk
-            if chunk.logprobs:
-                sample.logprobs.extend(chunk.logprobs)
-            deltas = sample.reader.feed(chunk.text)
+            sample.logprobs.extend(message.chunk.logprobs)
+            deltas = sample.reader.feed(message.chunk.text)
         else:
             deltas = sample.reader.finish()
         events += [self._delta_event(index, sample, delta) for delta in deltas if self._is_shown(delta)]
@@ -102,7 +100,10 @@ class ChatStream(EventStream):
     def _finish_event(self, sample: Sample, complete: pb.GenerateResponse) -> str:
         self._usage.add(complete)
         reason = finish_reason(complete, sample.has_calls)
-        choice = _choice(complete.index, {}) | {"finish_reason": reason, "stop_reason": self._stops.reason(complete)}
+        choice = _choice(complete.index, {}) | {
+            "finish_reason": reason,
+            "stop_reason": stop_reason(self._work, complete),
+        }
         _take_logprobs(choice, sample)
         return self._event(choice)
 
@@ -110,8 +111,8 @@ class ChatStream(EventStream):
 class CompletionStream(EventStream):
     """Events of a completion."""
 
-    def __init__(self, header: Header, work: Work, stops: Stops, with_usage: bool) -> None:
-        super().__init__(header, work, stops, with_usage)
+    def __init__(self, header: Header, work: Work, with_usage: bool) -> None:
+        super().__init__(header, work, with_usage)
         self._offsets: defaultdict[int, int] = defaultdict(int)
         """Characters of each sample's tokens so far."""
 
@@ -127,7 +128,7 @@ class CompletionStream(EventStream):
             self._usage.add(message.complete)
             choice = self._text_choice(number, message.complete.index, "")
             choice["finish_reason"] = finish_reason(message.complete)
-            choice["stop_reason"] = self._stops.reason(message.complete)
+            choice["stop_reason"] = stop_reason(self._work, message.complete)
         return self._event(choice).encode()
 
     def _text_choice(self, number: int, index: int, text: str) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _take_logprobs(choice: dict[str, Any], sample: Sample) -> None:
-    """Move the sample's waiting log-probabilities to an event."""
+    """Move the sample's pending log-probabilities to an event."""
     if sample.logprobs:
         choice["logprobs"] = chat_logprobs(sample.logprobs)
         sample.logprobs = []

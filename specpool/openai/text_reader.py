@@ -1,7 +1,7 @@
-"""Incremental reading of generated text.
+"""Incremental parsing of generated text.
 
 Parsers are generators that read from a `TextReader`. They yield None when they need more text and continue once it has
-arrived, so their results do not depend on how the text is divided into chunks.
+arrived, so their results do not depend on chunk boundaries.
 """
 
 import re
@@ -17,7 +17,7 @@ WHITESPACE = " \t\r\n"
 
 
 class TextReader:
-    """Text that arrives in chunks, and the position up to which it has been read. Takes linear time."""
+    """Text that arrives in chunks, and the read position. Takes linear time."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -39,11 +39,11 @@ class TextReader:
         return self.has_ended and self._position == len(self._text)
 
     def mark(self) -> None:
-        """Begin to record what is read."""
+        """Start recording the text that is read."""
         self._marked = []
 
     def since_mark(self) -> str:
-        """Return what has been read since `mark`, and end the recording."""
+        """Return the text read since `mark`, and stop recording."""
         text, self._marked = "".join(self._marked or ()), None
         return text
 
@@ -58,7 +58,7 @@ class TextReader:
             yield None
 
     def collect_until(self, *tags: str) -> Steps[T, tuple[str, str | None]]:
-        """Return the text before the first of `tags`, and skip the tag. Returns it too, or None at the end."""
+        """Skip the text up to the first of `tags`, and the tag. Returns both; the tag is None at the end."""
         return (yield from collected(self.until(str, *tags)))
 
     def scan(self, wrap: Callable[[str], T], find_end: Callable[[str, int], int | None]) -> Steps[T, bool]:
@@ -104,7 +104,7 @@ class TextReader:
         return length < len(tag) and tag.startswith(self._text[self._position :])
 
     def _next_text(self, tags: tuple[str, ...]) -> tuple[str, str | None]:
-        """Read up to the first tag, without text that may begin one. Returns the text, and the tag if there is one."""
+        """Read up to the first tag, or up to text that may begin one. Returns the text and the tag, if found."""
         found = re.compile("|".join(map(re.escape, tags))).search(self._text, self._position) if tags else None
         end = len(self._text)
         if not self.has_ended:

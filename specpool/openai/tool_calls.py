@@ -11,10 +11,10 @@ ALPHANUMERICS = string.ascii_letters + string.digits
 
 
 class Calls:
-    """Starts an answer's calls. Only functions that the request names can be called."""
+    """Numbers the calls of an answer. Only functions of the request can be called."""
 
     def __init__(self, schemas: Mapping[str, Any], parallel: bool, new_id: Callable[[], str]) -> None:
-        """`schemas`: of the parameters, by function. `parallel`: whether the answer may have several calls."""
+        """`schemas`: parameter schemas by function name. `parallel`: whether the answer may have several calls."""
         self.schemas = schemas
         self._parallel = parallel
         self._new_id = new_id
@@ -22,7 +22,7 @@ class Calls:
 
     @property
     def are_complete(self) -> bool:
-        """Whether the answer may have no more calls."""
+        """Whether the answer can have no more calls."""
         return self._count > 0 and not self._parallel
 
     def start(self, name: str) -> CallStart:

@@ -16,7 +16,7 @@ class ToolFormat:
 
     read: Callable[[TextReader, Calls], Steps[Delta, None]]
     grammar: CallGrammar | None
-    """None if enforced calls must be written as `JSON_LIST`."""
+    """None: enforced calls use `JSON_LIST` instead."""
     new_id: Callable[[], str] = new_id
     reads_reasoning: bool = False
     """Whether `read` also reads the reasoning."""

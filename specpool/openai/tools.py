@@ -24,7 +24,7 @@ class Function:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What the answer consists of: "none", "auto" and "required" have OpenAI's meaning."""
+    """Whether the model may or must call functions. The modes have OpenAI's meaning."""
 
     mode: Literal["none", "auto", "required"]
     functions: tuple[Function, ...] = ()
@@ -68,10 +68,11 @@ def _read_tools(tools: Any) -> tuple[Function, ...]:
     if not isinstance(tools, list):
         raise ValueError("tools: must be a list")
     functions = tuple(_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    names = [function.name for function in functions]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ValueError(f"tools[{index}].function.name: {name!r} is used twice")
+    names: set[str] = set()
+    for index, function in enumerate(functions):
+        if function.name in names:
+            raise ValueError(f"tools[{index}].function.name: {function.name!r} is used twice")
+        names.add(function.name)
     return functions
 
 
@@ -108,7 +109,7 @@ def _read_schema(schema: Any, field: str) -> Mapping[str, Any]:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Whether a value has more than some levels of objects and lists."""
+    """Return whether objects and lists are nested more than `levels` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Removal of the whitespace between the parts of an answer."""
+"""Remove whitespace between the parts of an answer."""
 
 from collections.abc import Iterable, Iterator
 

@@ -94,7 +94,7 @@ def add_states(engine: Engine, answers: Sequence[Answer], layers: Collection[tup
 
 
 def record_predictions(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> list[Recording]:
-    """Return the answers with the draft's prediction of each token from the tokens before it.
+    """Return the answers with the draft's prediction of each token.
 
     After `seconds`, it stops once MIN_ANSWERS answers are checked.
     """

@@ -1,4 +1,4 @@
-"""Chooses what drafts for each batch, and the batch to recommend. Pure."""
+"""Choose the draft method of each batch, and the batch to recommend. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specpool.planning.rounds import SourceSpeed
 
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95
-# Gain that is not worth another draft method: a simulation is only about as precise.
+# Gains below this are noise: the simulation is no more precise.
 NEGLIGIBLE = 0.02
 
 
@@ -22,16 +22,16 @@ class Choice:
     method: DraftMethod | None
     """None: plain decoding."""
     k: int
-    """Draft tokens of the model for a sequence in a round; 0 if it does not draft."""
+    """Draft tokens from the model per sequence and round; 0 without it."""
     tokens_per_second: float
     of_plain: float
-    """Relative to plain decoding."""
+    """Speed relative to plain decoding."""
 
 
 def choose(best: Speed, sources: Sequence[SourceSpeed]) -> Choice:
-    """Choose the fastest method, unless one that needs less, or the server's default, is about as fast.
+    """Choose the fastest method, or a simpler one or the server's default if it is about as fast.
 
-    `best`: the fastest fixed number of draft tokens. `sources`: of the same batch; empty if nothing else is known.
+    `best`: speed with the best fixed number of draft tokens. `sources`: simulated speeds of the same batch, if any.
     """
     if not sources:
         method = DraftMethod.MODEL if best.k else None

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _advice(settings: PlanSettings) -> str:
     if settings.target_address is not None:
         return "The worker was measured while its machine was busy; restart it with --no-startup-cache when idle"
-    return "Other programs keep this machine busy: stop them, leave CPUs to them with --threads, or try again later"
+    return "Other programs keep this machine busy: stop them, reduce --threads, or try again later"
 
 
 def plan_of(settings: PlanSettings, console: Console) -> Plan:

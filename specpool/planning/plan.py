@@ -32,7 +32,7 @@ the CUDA libraries with a GPU."""
 
 
 METHODS = (DraftMethod.NGRAM, DraftMethod.MODEL, DraftMethod.BEST)
-"""Draft methods to compare, the ones that need less first."""
+"""Draft methods to compare, simplest first."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DraftPlan:
     pair: MeasuredPair
     speeds: list[Speed]
     sources: list[SourceSpeed]
-    """By batch and draft method; empty without recorded answers."""
+    """Simulated speeds for each batch and draft method. Empty without recorded answers."""
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def method(self) -> DraftMethod | None:
-        """The server's draft method, which has to suit all batches up to the recommended one. None: plain decoding."""
+        """Draft method of the server, which must suit all batches up to the recommended one. None: plain decoding."""
         if not self.chosen.sources:  # the default chooses in each round
             return DraftMethod.BEST
         choices = self.chosen.choices.values()

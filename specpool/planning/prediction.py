@@ -69,7 +69,7 @@ class Model:
     activations: str = ""
     """Format of the activations in GEMMs, such as "int8", if known."""
     embedding_parameters: int = 0
-    """Parameters of embeddings and output head, which say little about a model's quality."""
+    """Parameters of embeddings and output head, which are poor predictors of quality."""
 
     @classmethod
     def of(cls, info: WorkerInfo) -> "Model":
@@ -124,7 +124,7 @@ class Acceptance:
     lengths: list[float]
     """Mean acceptance length by number of draft tokens; 1 without any."""
     recordings: Sequence[Recording] = ()
-    """The target's answers, to predict prompt lookup and adaptive drafts; empty for running workers."""
+    """The target's answers, for the simulation of draft methods. Empty for running workers."""
 
 
 def replay_acceptance(recordings: Sequence[Recording], max_k: int) -> Acceptance:
@@ -169,7 +169,7 @@ class MeasuredPair:
         return batch * self.lengths[k] / period
 
     def round_seconds(self, batch: int, step_rows: Sequence[int], num_draft_tokens: int) -> float:
-        """Return the seconds of a round that verifies this many draft tokens. `step_rows`: rows of each draft step."""
+        """Return the seconds of a round that verifies `num_draft_tokens`. `step_rows`: rows of each draft step."""
         costs = self.costs
         draft = sum(map(costs.draft, step_rows))
         calls_draft = bool(step_rows) and not self.shared

@@ -1,4 +1,4 @@
-"""Recorded answers that are generated again, as `Drafting` sees them. Pure."""
+"""Replay of recorded answers, with the interfaces that `Drafting` expects. Pure."""
 
 import math
 from collections.abc import Sequence as Items
@@ -15,7 +15,7 @@ WRONG = -1
 
 @dataclass(frozen=True)
 class Recording:
-    """A prompt, the target's greedy answer, and what the draft model predicts of it."""
+    """A prompt, the target's greedy answer, and the draft model's predictions of its tokens."""
 
     prompt: Items[int]
     token_ids: Items[int]
@@ -40,7 +40,7 @@ class DraftCache:
 
 @dataclass(eq=False)
 class Sequence:
-    """A recorded answer that is being generated again."""
+    """A recorded answer being replayed."""
 
     sequence_id: int
     request: Request
@@ -49,7 +49,7 @@ class Sequence:
     draft: DraftCache
     is_decoding: bool = False
     own_draft: Proposal | None = None
-    """Draft tokens that the target worker has made after the last commit."""
+    """Draft tokens that the target worker prepared after the last commit."""
     pending_ids: tuple[int, ...] = ()
     """Tokens of a round whose result the coordinator does not know yet."""
 
@@ -74,32 +74,32 @@ class Sequence:
         return max(0, min(self.request.num_speculative_tokens, self.max_length - self.length - 1))
 
     def following(self, num_tokens: int) -> tuple[int, ...]:
-        """The target's next choices."""
+        """Return the target's next tokens."""
         position = self.length - self.prompt_length
         return tuple(self.recording.token_ids[position : position + num_tokens])
 
     def predict(self, step: int) -> tuple[int, float]:
-        """The model's draft token of a step if all before it are accepted, and its confidence."""
+        """Return the model's draft token at a step, assuming the earlier ones are accepted, and its confidence."""
         position = self.length - self.prompt_length + step
         is_right, confidence = self.recording.prediction.at(position, step)
         return self.recording.token_ids[position] if is_right else WRONG, confidence
 
     def remaining_lookup(self, plan: DraftPlan) -> tuple[int, ...]:
-        """The lookup's tokens to verify. None are left if the round before has gained other tokens than expected."""
+        """Return the lookup tokens left to verify: none if the previous round gained other tokens."""
         looked_up, gained = plan.lookup.token_ids, tuple(self.token_ids[plan.lookup.start :])
         if not plan.lookup_ids or gained != looked_up[: len(gained)]:
             return ()
         return looked_up[len(gained) :][: min(len(plan.lookup_ids), self.max_num_draft_tokens)]
 
     def settle(self) -> None:
-        """Let the coordinator know the pending tokens."""
+        """Commit the pending tokens."""
         self.token_ids += self.pending_ids
         self.pending_ids = ()
 
 
 @dataclass
 class Commit:
-    """The result of a round for a sequence, as `Drafting` reads it."""
+    """The result of a round for a sequence, as `Drafting` expects it."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
@@ -117,7 +117,7 @@ class Commit:
 
 @dataclass(eq=False)
 class ModelDraft:
-    """A draft in progress, which ends by the rule of `specpool.engine.passes.drafts.Draft`."""
+    """A draft in progress. Stops by the same rule as `specpool.engine.passes.drafts.Draft`."""
 
     sequence: Sequence
     plan: DraftPlan
@@ -136,7 +136,7 @@ class ModelDraft:
 
     @property
     def lag(self) -> int:
-        """Tokens to catch up with, beyond those of the first step."""
+        """Additional tokens of the first step, with which the draft catches up."""
         return max(0, self.sequence.length - self.sequence.draft.start - MAX_DRAFT_LAG)
 
     def finished(self) -> Proposal:

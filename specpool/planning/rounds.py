@@ -1,7 +1,7 @@
 """Simulates a server's rounds on recorded answers, to predict what each draft method gains. Pure and deterministic.
 
-`Drafting`, the server's own code, plans the rounds and learns from them. The recorded answer tells which draft tokens
-the target accepts, and the measured costs tell how long a round takes.
+`Drafting`, the server's own code, plans the rounds and learns from them. Recorded answers decide which draft tokens
+the target accepts; measured costs give the time of a round.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from specpool.planning.replaying import Commit, DraftCache, ModelDraft, Recordin
 from specpool.protocol.rounds import Proposal
 
 TOKENS, TOKENS_PER_SEQUENCE = 3072, 32
-"""Minimum tokens to simulate, in total and for each sequence of a batch. As many before them do not count."""
+"""Minimum number of tokens to simulate, in total and per sequence. The warm-up before takes as many."""
 
 
 @dataclass(frozen=True)
@@ -30,39 +30,39 @@ class SourceSpeed:
     method: DraftMethod
     tokens_per_second: float
     of_plain: float
-    """Relative to plain decoding."""
+    """Speed relative to plain decoding."""
     tokens_per_round: float
-    """Mean tokens of a sequence in a round, over all rounds."""
+    """Mean tokens per sequence and round, with or without draft tokens."""
     from_model: float
-    """Accepted draft tokens of the model among them."""
+    """Accepted draft tokens from the model among `tokens_per_round`."""
     from_lookup: float
-    """Accepted draft tokens of prompt lookup among them."""
+    """Accepted draft tokens from prompt lookup among `tokens_per_round`."""
 
 
 def simulate(
     pair: MeasuredPair, recordings: Items[Recording], batch: int, method: DraftMethod, max_k: int
 ) -> SourceSpeed:
-    """Predict the speed of a server that answers the recorded prompts over and over, `batch` at a time."""
+    """Predict the speed of a server that keeps answering the recorded prompts, `batch` at a time."""
     server = _Server(pair, recordings, batch, method, max_k)
     tokens = max(TOKENS, TOKENS_PER_SEQUENCE * batch)
     server.run(tokens)
     seconds, gained, rounds = server.run(tokens)
     speed = gained.tokens / seconds
-    places = batch * rounds
+    sequence_rounds = batch * rounds
     return SourceSpeed(
         batch,
         method,
         speed,
         of_plain=speed * pair.costs.seconds(batch, []) / batch,
-        tokens_per_round=gained.tokens / places,
-        from_model=gained.model / places,
-        from_lookup=gained.lookup / places,
+        tokens_per_round=gained.tokens / sequence_rounds,
+        from_model=gained.model / sequence_rounds,
+        from_lookup=gained.lookup / sequence_rounds,
     )
 
 
 @dataclass
 class _Gained:
-    """Tokens of all sequences, and the accepted draft tokens among them."""
+    """Tokens gained by all sequences, and accepted draft tokens among them."""
 
     tokens: int = 0
     model: int = 0
@@ -71,7 +71,7 @@ class _Gained:
 
 @dataclass(frozen=True)
 class _Result:
-    """A round that has run, but that the coordinator has not learned from."""
+    """A finished round that the coordinator has not observed yet."""
 
     commits: Items[Commit]
     seconds: float
@@ -80,7 +80,7 @@ class _Result:
 
 
 class _Server:
-    """A coordinator with its workers. The draft runs in the target worker if both share a device.
+    """A simulated coordinator and its workers. The draft runs in the target worker if both share a device.
 
     Rounds run ahead: unless a draft worker drafts for them, they are planned before the last result is known.
     """
@@ -96,7 +96,7 @@ class _Server:
         self._sequences = [self._begin(place / batch) for place in range(batch)]
 
     def run(self, tokens: int) -> tuple[float, _Gained, int]:
-        """Run rounds until this many tokens are gained. Return their seconds, their tokens, and their number."""
+        """Run rounds until they gain this many tokens. Return seconds, gained tokens and rounds."""
         seconds, gained, rounds = 0.0, _Gained(), 0
         while gained.tokens < tokens:
             seconds += self._run_round(gained)
@@ -104,7 +104,7 @@ class _Server:
         return seconds, gained, rounds
 
     def _begin(self, share: float = 0.0) -> Sequence:
-        """The next answer. `share`: share of it that is already generated."""
+        """Begin the next answer. `share`: fraction of it already generated."""
         recording = next(self._recordings)
         known = [*recording.prompt, *recording.token_ids[: max(1, int(share * len(recording.token_ids)))]]
         cache = DraftCache(len(known) - 1)
@@ -114,12 +114,12 @@ class _Server:
         return sequence
 
     def _run_round(self, gained: _Gained) -> float:
-        """Run a round. Return its seconds."""
+        """Run a round and return its duration in seconds."""
         worker = None
         if self._request.method is not DraftMethod.NGRAM:
             worker = DraftWorker(2**31, next(self._round_ids), is_own=self._is_own)
         plans = self._drafting.plan_round(self._sequences, worker)
-        self._settle()  # planned before the result of the last round
+        self._settle()  # the plan did not know the last round's result
         plans = {s.sequence_id: plans.get(s.sequence_id, NO_DRAFTS) for s in self._sequences}
         proposals, steps = self._proposals(plans)
         commits = [self._verify(s, plans[s.sequence_id], proposals.get(s.sequence_id)) for s in self._sequences]
@@ -140,22 +140,22 @@ class _Server:
         return seconds
 
     def _proposals(self, plans: Mapping[int, DraftPlan]) -> tuple[dict[int, Proposal], list[int]]:
-        """The model's draft tokens that the round can verify, by sequence id, and the rows of each draft step."""
+        """Return the model's drafts to verify by sequence id, and the number of rows in each draft step."""
         if self._is_own:
             found = {s.sequence_id: s.own_draft for s in self._sequences if plans[s.sequence_id].num_draft_tokens}
             for sequence in self._sequences:
                 sequence.own_draft = None
             return {i: draft for i, draft in found.items() if draft is not None}, []
+        drafts, steps = self._draft({i: plan for i, plan in plans.items() if plan.num_draft_tokens})
+        return {draft.sequence.sequence_id: draft.finished() for draft in drafts}, steps
+
+    def _draft(self, plans: Mapping[int, DraftPlan]) -> tuple[list[ModelDraft], list[int]]:
+        """Draft until another step would gain too little. Return the drafts, and the number of rows in each step."""
         drafts = [
             ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
             for s in self._sequences
-            if (plan := plans[s.sequence_id]).num_draft_tokens
+            if (plan := plans.get(s.sequence_id)) is not None
         ]
-        steps = self._extend(drafts)
-        return {draft.sequence.sequence_id: draft.finished() for draft in drafts}, steps
-
-    def _extend(self, drafts: Items[ModelDraft]) -> list[int]:
-        """Draft step by step until another step would gain too little. Return the rows of each step."""
         _, step_cost = self._drafting.hints
         active, steps = [draft for draft in drafts if draft.limit], list[int]()
         while active:
@@ -170,22 +170,17 @@ class _Server:
         for draft in drafts:
             if draft.token_ids:
                 draft.sequence.draft.start = draft.sequence.length + len(draft.token_ids) - 1
-        return steps
+        return drafts, steps
 
     def _make_own_drafts(self, plans: Mapping[int, DraftPlan]) -> list[int]:
-        """Draft in the target worker for the next round. Return the rows of each step."""
-        drafts = [
-            ModelDraft(s, plan, min(plan.num_draft_tokens, s.max_num_draft_tokens))
-            for s in self._sequences
-            if (plan := plans[s.sequence_id]).drafts_next
-        ]
-        steps = self._extend(drafts)
+        """Draft in the target worker for the next round. Return the number of rows in each step."""
+        drafts, steps = self._draft({i: plan for i, plan in plans.items() if plan.drafts_next})
         for draft in drafts:
             draft.sequence.own_draft = draft.finished() if draft.token_ids else None
         return steps
 
     def _verify(self, sequence: Sequence, plan: DraftPlan, proposal: Proposal | None) -> Commit:
-        """Verify the draft tokens that are worth it, or else those of prompt lookup."""
+        """Verify the draft tokens that are likely enough, otherwise those of prompt lookup."""
         drafted: tuple[int, ...] = ()
         if proposal is not None:
             chances = map(self._drafting.chance, proposal.confidences)

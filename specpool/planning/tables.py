@@ -1,4 +1,4 @@
-"""Tables and the recommendation of a plan."""
+"""Tables of a plan, and its recommendation."""
 
 from rich.console import Console
 from rich.table import Table
@@ -45,11 +45,11 @@ def _speed_table(draft: DraftPlan) -> Table:
     table.title = (
         f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
     )
-    table.caption = "predicted tokens/s with k draft tokens of this model in each round, relative to plain decoding"
+    table.caption = "k columns: predicted speed with k draft tokens in each round, relative to plain decoding"
     if draft.pair.shared:
-        table.caption += ", if the target worker carries the draft; last column: with a draft worker instead"
+        table.caption += ", if the target worker carries the draft; last column: tokens/s with a draft worker instead"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
-    table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
+    table.add_row("tokens per round", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
         ratios = [f"{speed.of_plain:.2f}" for speed in others]
@@ -63,14 +63,14 @@ def _speed_table(draft: DraftPlan) -> Table:
 def _source_table(draft: DraftPlan) -> Table:
     """Return the speed of each draft method by batch."""
     table = Table("requests at a time", *map(str, draft.best))
-    table.title = "what a server drafts with, adapting draft lengths: predicted tokens/s, relative to plain decoding"
+    table.title = "adaptive drafts by draft method: predicted tokens/s, and speed relative to plain decoding"
     table.add_row("plain decoding", *(f"{speed.tokens_per_second:.1f}" for speed in draft.speeds if not speed.k))
     by_method = {method: [each for each in draft.sources if each.method is method] for method in METHODS}
     for method, name in SOURCES.items():
         cells = (f"{each.tokens_per_second:.1f} {each.of_plain:.2f}x" for each in by_method[method])
         table.add_row(f"{name} ({method})", *cells, end_section=method is DraftMethod.BEST)
     both = by_method[DraftMethod.BEST]
-    table.add_row("best: tokens per round", *(f"{each.tokens_per_round:.2f}" for each in both))
+    table.add_row("both: tokens per round", *(f"{each.tokens_per_round:.2f}" for each in both))
     table.add_row("  from the draft model", *(f"{each.from_model:.2f}" for each in both))
     table.add_row("  from prompt lookup", *(f"{each.from_lookup:.2f}" for each in both))
     return table
@@ -78,7 +78,7 @@ def _source_table(draft: DraftPlan) -> Table:
 
 def _capacity_table(plan: Plan) -> Table:
     capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.slot_positions(None)
-    table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
+    table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod memory")
     workers = "one target worker that carries the draft" if plan.is_colocated else "one target and one draft worker"
     table.title = f"a cell: {workers}, {capacity.slots} sequences of {positions} positions at a time"
     for model, needs in ((plan.target, capacity.target), (plan.chosen.model, capacity.draft)):
@@ -102,13 +102,14 @@ def _workers_table(workers: NextWorker) -> Table:
         busy = f"{speed.target_busy:.0%}", f"{speed.draft_busy:.0%}"
         counts = str(speed.targets), str(speed.drafts), str(speed.k)
         table.add_row(name, *counts, f"{speed.tokens_per_second:.1f}", gain, *busy, speed.bottleneck)
-    add = f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
-    table.caption = add
+    table.caption = (
+        f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
+    )
     return table
 
 
 def recommendation(plan: Plan) -> str:
-    """Return sentences about the recommended batch, other batches, and the setting to use."""
+    """Describe the recommended batch, other batches, and the setting to use."""
     window = plan.window
     speed = f"window {window.batch}: {window.tokens_per_second:.1f} tokens/s, "
     if not plan.chosen.sources:
@@ -128,7 +129,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def _model_drafts(plan: Plan) -> str:
-    """Describe the speed of model drafts alone, for running workers."""
+    """Describe the speed of model drafts alone, which is all that is known of running workers."""
     window = plan.window
     if window.k == 0:
         return "plain decoding: no number of draft tokens is faster; prompt lookup is not predicted without prompts"

@@ -41,7 +41,7 @@ class Reasoning:
     grammar_after: bool
     """Whether the constraint applies only after the block."""
     leading: tuple[int, ...] = ()
-    """Tokens of whitespace. One of them may precede the begin tag if the grammar allows it."""
+    """Whitespace tokens, one of which may precede the begin tag if the grammar allows it."""
 
     @property
     def largest_id(self) -> int:
@@ -73,9 +73,9 @@ class SamplingParams:
     """Limits on the reasoning block. None: no limits."""
 
     def within(self, vocab_size: int) -> "SamplingParams":
-        """Return the parameters for a vocabulary: a draft's may be smaller than its target's.
+        """Return the parameters for a smaller vocabulary, such as a draft's.
 
-        Drops other tokens. Drops the limits on reasoning, and the grammar after it, if a tag has other tokens.
+        Drops tokens outside it. If a tag has such tokens, drops the limits on reasoning and the grammar after it.
         """
         reasoning, grammar, vocab = self.reasoning, self.grammar, range(vocab_size)
         if reasoning is not None and reasoning.largest_id not in vocab:
@@ -101,7 +101,7 @@ class SamplingParams:
 
     @property
     def may_force_tokens(self) -> bool:
-        """Whether some tokens may be the only ones allowed."""
+        """Whether some positions may allow only one token."""
         return bool(self.grammar) or (self.reasoning is not None and self.reasoning.max_tokens is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""The addresses of the servers of a role: fixed ones, and those behind DNS names whose records are followed."""
+"""Server discovery: fixed addresses, and DNS names that are resolved periodically."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ from specpool.rpc.security.channel import FOLLOWED, SecurityOptions, is_followed
 log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 5.0
-"""Time between two resolutions of a name."""
+"""Interval between resolutions of a name."""
 TIMEOUT_SECONDS = 5.0
-"""Time for a resolution."""
+"""Timeout of a resolution."""
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Resolves a host and a port to IP addresses. Raises OSError."""
@@ -30,7 +30,7 @@ class Endpoint:
     """DNS name that resolved to the address; None for a fixed address."""
 
     def secured(self, security: SecurityOptions) -> SecurityOptions:
-        """Return the options of a connector to it. The server's certificate has its DNS name, not its IP address."""
+        """Return connector options that expect the DNS name, not the IP address, in the server's certificate."""
         if self.name is None or security.get("tls_ca") is None or security.get("tls_name") is not None:
             return security
         return security | SecurityOptions(tls_name=self.name)

@@ -2,7 +2,8 @@
 
 Their caches are lists of token ids. The fake target hashes the context to choose each token, so one lost, repeated or
 reordered token changes all later ones. Both fakes assert that the coordinator follows the protocol.
-`FakeTarget.continuation` returns the tokens of plain decoding.
+`FakeTarget.continuation` returns the tokens of plain decoding. Limits on reasoning have no effect: grammars apply
+from the first token.
 """
 
 from specpool.testing.fake_draft import FakeDraft

@@ -28,7 +28,7 @@ CPU_SAMPLING_WARNING = (
     "(https://github.com/vllm-project/vllm/issues/55005)"
 )
 RUNNER_WARNING = (
-    "vLLM %s does not use Model Runner V1, which calls custom drafters; it may never ask for drafts. Unset "
+    "vLLM %s does not use Model Runner V1, which calls custom drafters, so it may never request drafts; unset "
     "VLLM_USE_V2_MODEL_RUNNER, or use a version that still has V1"
 )
 # Minimum seconds between log lines about errors that may repeat in every step.

@@ -1,4 +1,4 @@
-"""The recorded series of a dashboard's panel."""
+"""The series recorded for a dashboard panel."""
 
 from typing import Any
 

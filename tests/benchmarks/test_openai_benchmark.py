@@ -1,4 +1,4 @@
-"""A short run of the comparison of HTTP with gRPC streams."""
+"""A short run of the benchmark of HTTP and gRPC streams."""
 
 import json
 

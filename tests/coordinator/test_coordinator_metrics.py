@@ -184,10 +184,10 @@ async def test_metrics_under_vllm_names_have_the_same_values() -> None:
     ("flags", "refusal"),
     [
         (["--metrics-port", "0"], "metrics-port: Input should be greater than or equal to 1"),
-        (["--metrics-compat", "vllm"], "metrics_compat needs a metrics_port"),
+        (["--metrics-compat", "vllm"], "--metrics-compat needs a --metrics-port"),
         (["--metrics-port", "9000", "--metrics-compat", "tgi"], "metrics-compat: Input should be 'vllm'"),
-        (["--metrics-port", "50050"], "port, health_port and metrics_port must differ"),
-        (["--metrics-port", "9000", "--health-port", "9000"], "port, health_port and metrics_port must differ"),
+        (["--metrics-port", "50050"], "--port, --health-port and --metrics-port must differ"),
+        (["--metrics-port", "9000", "--health-port", "9000"], "--port, --health-port and --metrics-port must differ"),
     ],
 )
 def test_invalid_flags_fail_with_one_line(flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:

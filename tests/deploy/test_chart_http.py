@@ -1,4 +1,4 @@
-"""The HTTP server of the Helm chart: its settings, certificates, probes and test, against the code that they run."""
+"""The HTTP server in the Helm chart: settings, certificates, probes and `helm test`, checked against the real code."""
 
 import contextlib
 import json
@@ -88,11 +88,15 @@ def test_replicas_are_fixed_or_follow_the_cpu_and_drain_one_at_a_time() -> None:
     assert "replicas" not in of_kind(render("http"), "Deployment")["specpool-http"]["spec"]
     scaler = of_kind(render("http"), "HorizontalPodAutoscaler")["specpool-http"]["spec"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
-    assert "cpu" in container_of(render("http"), "http")["resources"]["requests"]  # a utilization is a share of this
+    assert "cpu" in container_of(render("http"), "http")["resources"]["requests"]  # utilization is relative to this
     for name in ("openai", "http"):
         assert of_kind(render(name), "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == 1
     single = template(*ENABLED)
     assert "specpool-http" not in of_kind(single, "PodDisruptionBudget")  # it could only block a drain
+    given = template(*ENABLED, "--set", "http.replicas=4,http.podDisruptionBudget.maxUnavailable=50%")
+    assert of_kind(given, "PodDisruptionBudget")["specpool-http"]["spec"]["maxUnavailable"] == "50%"
+    without = template(*ENABLED, "--set", "http.replicas=4,http.podDisruptionBudget.enabled=false")
+    assert "specpool-http" not in of_kind(without, "PodDisruptionBudget")
 
 
 def test_only_named_peers_reach_the_server_and_it_reaches_coordinators() -> None:
@@ -100,6 +104,7 @@ def test_only_named_peers_reach_the_server_and_it_reaches_coordinators() -> None
     api, metrics = policies["specpool-http"]
     assert api["ports"] == metrics["ports"] == [{"port": "http"}]
     assert [next(iter(peer)) for peer in api["from"]] == ["namespaceSelector", "podSelector"]
+    assert [next(iter(peer)) for peer in metrics["from"]] == ["namespaceSelector"]
     own = policies["specpool-coordinators"][0]["from"][-1]["podSelector"]["matchExpressions"]
     assert "http" in own[0]["values"]
 

@@ -16,6 +16,7 @@ from served_metrics import scrape_coordinator_and_worker
 from benchmarks.dashboard import ALERTS, CONFIGURATION, DASHBOARD, read_panels
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
+from specpool.openai.metrics import Metrics
 
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 PANELS = read_panels()
@@ -62,6 +63,11 @@ def served(tiny_pair: tuple[Path, Path]) -> Samples:
     for scrape in asyncio.run(scrape_coordinator_and_worker(tiny_pair[0])):
         for sample in (sample for family in scrape.families.values() for sample in family.samples):
             samples.setdefault(sample.name, []).append(sample.labels)
+    http = Metrics()
+    with http.request("/v1/completions") as observed:
+        observed.status = 503
+    for sample in (sample for family in http.registry.collect() for sample in family.samples):
+        samples.setdefault(sample.name, []).append(sample.labels)
     return samples
 
 

@@ -118,7 +118,8 @@ async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_
     began, port = time.time(), free_port(4)
     selectors = [selector for rule in RULES for selector in LabeledQuery(rule["expr"]).selectors()]
     missing = {query for panel in PANELS for query in panel.queries}
-    missing |= {Query(selector.prettify(), "") for selector in selectors}
+    # No HTTP server runs here.
+    missing |= {Query(each.prettify(), "") for each in selectors if not each.name.startswith("specpool:http_")}
     async with specpool(tiny_pair, port) as client, load(client):
         with prometheus(tmp_path, port) as url:
             deadline = time.monotonic() + PATIENCE_SECONDS

@@ -1,4 +1,4 @@
-"""The OpenAI server before a coordinator with fake workers, and the real `openai` client."""
+"""The HTTP server in front of a coordinator with fake workers, and the real `openai` client."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ KEY = "no-token-needed"
 
 @dataclass
 class OpenAIService:
-    """A running OpenAI server, its coordinator, and a client."""
+    """A running HTTP server, its coordinator, and a client."""
 
     server: OpenAIServer
     url: str
@@ -28,7 +28,7 @@ class OpenAIService:
 
 @asynccontextmanager
 async def openai_server(address: str, **settings: Any) -> AsyncIterator[tuple[OpenAIServer, str]]:
-    """Run an OpenAI server before these coordinators; yield its address."""
+    """Run an HTTP server in front of these coordinators; yield its address."""
     options = {"port": 0, "drain_seconds": 0, "coordinator_address": address, **settings}
     server = OpenAIServer(OpenAISettings(**options))
     port = await server.start()
@@ -44,7 +44,7 @@ async def openai_server(address: str, **settings: Any) -> AsyncIterator[tuple[Op
 async def openai_service(
     front: dict[str, Any] | None = None, max_retries: int = 0, **settings: Any
 ) -> AsyncIterator[OpenAIService]:
-    """Run everything and wait until it serves. `front`: settings of the OpenAI server, others are the coordinator's."""
+    """Run everything and wait until it serves. `front`: settings of the HTTP server."""
     async with (
         serving(served_model_name=MODEL, **settings) as coordinator,
         openai_server(coordinator.address, **(front or {})) as (server, url),

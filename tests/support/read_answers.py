@@ -1,4 +1,4 @@
-"""Reading of whole answers with the parsers of the OpenAI server."""
+"""Parse complete answers with the HTTP server's parsers."""
 
 import json
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ _MARK = _BYTES.encode("ANSWER:").ids
 
 
 class ScriptedTarget(RecordingTarget):
-    """A target that writes `answer`, and then ends. Grammars take precedence."""
+    """A target that generates `answer` and stops. Grammars take precedence."""
 
     def __init__(self, answer: str = "Hello", **options: Any) -> None:
         super().__init__(**options)

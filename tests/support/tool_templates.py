@@ -1,4 +1,4 @@
-"""The parts of published chat templates that write tool calls, by format and family of models."""
+"""Tool call parts of published chat templates, one per format and model family."""
 
 HERMES = """\
 {%- if tools %}

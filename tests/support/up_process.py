@@ -42,7 +42,7 @@ def pair_flags(pair: Pair, *more: str) -> list[str]:
 
 
 def up_command(pair: Pair, *more: str) -> list[str]:
-    """`up` by default without the HTTP server, whose port would be the same for all tests."""
+    """Return the command without the HTTP server, whose default port would be the same in all tests."""
     return ["up", "--http-port", "0", *pair_flags(pair, *more)]
 
 
@@ -71,7 +71,7 @@ def children_of(pid: int) -> dict[int, str]:
     """Command lines of the running children of a process, by pid."""
     children = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has exited
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid and state != "Z":
                 children[int(status.parent.name)] = (status.parent / "cmdline").read_text()

@@ -1,4 +1,4 @@
-"""`specpool plan` predicts the speed of the real coordinator and workers, which run in virtual time."""
+"""`specpool plan` predicts the speed of the real coordinator and workers in virtual time."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ DRAFT = WorkerSetup("draft", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0
 TARGET = WorkerSetup("target", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0.02, 0.002)
 EXCHANGE = 0.0002
 TOLERANCE = 0.15
-"""The prediction ignores prefill, and that rounds sent ahead verify lookups only if the outcome is as expected."""
+"""Tolerance: the prediction ignores prefill, and lookups that are dropped because a round was sent ahead."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RepeatingPair(ToyPair):
 
 
 class TimedSimulation(Simulation):
-    """Notes the time and the target's passes so far when a request ends."""
+    """Records the time and the number of target passes when a request ends."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -54,7 +54,7 @@ class TimedSimulation(Simulation):
 
 
 def served(pair: ToyPair, prompts: Sequence[tuple[int, ...]], method: str, k: int | None = None) -> tuple[float, float]:
-    """Tokens per virtual second and per pass of a coordinator with a full window, whose target carries the draft."""
+    """Return tokens per virtual second and per pass of a coordinator with a full window and a colocated draft."""
     requests = [Request(0.0, str(i), prompt, MAX_TOKENS, k=k, method=method) for i, prompt in enumerate(prompts)]
     settings = {"max_num_seqs": BATCH, "max_batch_size": BATCH, "max_num_speculative_tokens": 8}
     scenario = Scenario(1, pair, (replace(TARGET, draft=DRAFT),), settings, tuple(requests))

@@ -1,4 +1,4 @@
-"""Answers with limits on their reasoning are the same with every draft, in any batch and after lost caches."""
+"""Answers with limits on reasoning are the same with any draft, in any batch, and after lost caches."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
 
 
 def assert_limits(params: pb.SamplingParams, response: pb.GenerateResponse) -> None:
-    """Assert that an answer keeps to the maximum, and follows its constraint after the block."""
+    """Assert that an answer respects the limit, and its constraint after the block."""
     token_ids, maximum = [*response.token_ids], MAX_TOKENS
     if params.HasField("max_thinking_tokens"):
         maximum = params.max_thinking_tokens
@@ -78,7 +78,7 @@ def assert_limits(params: pb.SamplingParams, response: pb.GenerateResponse) -> N
 
 
 class Service:
-    """A service, and the plain answers of requests alone."""
+    """A service, and the plain answers to requests sent one at a time."""
 
     def __init__(self, runner: asyncio.Runner, pair: PairService, tap: LogitsTap) -> None:
         self.runner, self.pair, self.tap = runner, pair, tap

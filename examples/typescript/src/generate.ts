@@ -52,7 +52,7 @@ try {
   const drafted = speculation?.num_draft_tokens ?? 0; // 0 while the server measures no gain from drafts
   console.log(drafted ? `[${speculation?.num_accepted_draft_tokens} of ${drafted} draft tokens accepted]` : "[no drafts]");
 
-  // Ask a second question, whose answer a JSON Schema constrains. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
+  // Constrain the answer to a second question. Other constraints: `regex`, `grammar`, `choice`, `json_object`, `structural_tag`.
   const schema = { enum: ["short", "long"] };
   const rating = await stream(
     client,

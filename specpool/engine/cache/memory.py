@@ -191,7 +191,7 @@ def _available_to_process() -> int:
 
 
 def readable(count: int) -> str:
-    """Return a number of bytes in a unit."""
+    """Format a number of bytes in KiB, MiB or GiB."""
     if count < 2**20:
         return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

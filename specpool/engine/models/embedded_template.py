@@ -1,4 +1,4 @@
-"""The embedded target's chat template for chats with tools, whose own template ignores them."""
+"""The embedded target's chat template for chats with tools, which its own template ignores."""
 
 TOOL_TEMPLATE = """\
 {%- set is_given = messages[0].role == 'system' %}

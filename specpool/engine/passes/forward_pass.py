@@ -21,7 +21,7 @@ class DraftLoop(Protocol):
     """Runs all steps of drafts on the device. Each step chooses the tokens that the next one runs."""
 
     def can_draft(self, draft: Draft) -> bool:
-        """Whether the loop can choose the tokens of a draft. It may exceed the limits on reasoning."""
+        """Whether the loop can choose the tokens of a draft. It may draft past the limits on reasoning."""
 
     @property
     def min_draft_tokens(self) -> int:

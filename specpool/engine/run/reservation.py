@@ -36,7 +36,7 @@ LENGTH_STEP = 512
 
 
 class SmallCacheError(UnsupportedModelError):
-    """The memory limit leaves too little to a KV cache. `least`: the smallest sufficient limit in bytes."""
+    """The memory limit leaves too little for the KV cache. `least`: the smallest sufficient limit in bytes."""
 
     def __init__(self, reason: str, least: int) -> None:
         super().__init__(reason)

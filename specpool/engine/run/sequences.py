@@ -372,7 +372,7 @@ class SequenceEngine:
         )
 
     def _rules_of(self, sampling: SamplingParams | None) -> SequenceRules | None:
-        """The rules of a new sequence. None: greedy."""
+        """Return the rules of a new sequence. None: greedy."""
         if sampling is None:
             return None
         if sampling.grammar and self.grammars.error_of(sampling.grammar):

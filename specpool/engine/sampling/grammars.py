@@ -101,7 +101,7 @@ class Grammars:
         return self._errors.get(grammar, "")
 
     def block(self, params: SamplingParams) -> ReasoningBlock | None:
-        """Return the reasoning block of a new sequence; None if it has no limits."""
+        """Return the reasoning block of a new sequence, or None if it is unlimited."""
         if params.reasoning is None or (params.grammar and not params.reasoning.grammar_after):
             return None
         return ReasoningBlock(params.reasoning, params.prompt_length, bool(params.grammar), self._ends)
@@ -109,7 +109,7 @@ class Grammars:
     def start(self, grammar: str, prompt_length: int, block: ReasoningBlock | None = None) -> SequenceGrammar:
         """Return the grammar state of a new sequence. `error_of` must have returned an empty string.
 
-        `block`: precedes the grammar.
+        `block`: the reasoning block before the grammar.
         """
         return SequenceGrammar(self.compile, self.lexers, grammar, prompt_length, self._ends, block)
 

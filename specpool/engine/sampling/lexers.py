@@ -98,9 +98,9 @@ class Reader:
         return "" if mask.any() else "the grammar allows no token after this text"
 
     def fill_after(self, token_ids: Sequence[int], mask: Words, also: Words | None = None) -> str:
-        """Compute the mask after a whole text. Return why that failed; empty on success.
+        """Compute the mask after a complete text. Return the reason for a failure; empty on success.
 
-        `also`: tokens that the mask allows in addition, even if the grammar does not allow the text.
+        `also`: tokens to allow in addition, even after a text that the grammar rejects.
         """
         is_legal = self.read(token_ids)
         if not is_legal and (also is None or self.failure):

@@ -33,7 +33,7 @@ class SequenceGrammar:
         ends: EndTokens,
         block: ReasoningBlock | None = None,
     ) -> None:
-        """`compile_lexer`, `lexers`: see `Grammars.compile` and `Grammars.lexers`. `block`: precedes the grammar."""
+        """`compile_lexer`, `lexers`: see `Grammars.compile` and `Grammars.lexers`. `block`: before the grammar."""
         self._compile, self._lexers = compile_lexer, lexers
         self._grammar, self._whole, self._ends, self._block = grammar, Limit(prompt_length), ends, block
         self._lexer: Lexer | None = None
@@ -124,8 +124,8 @@ class SequenceGrammar:
     def compute(self, token_ids: Sequence[int], limit: Limit, is_draft: bool, may_take_long: bool) -> Words | str:
         """Return the mask after the tokens, or why there is none. Called by jobs.
 
-        `limit`: on the next token. `is_draft`: whether the last token is a draft token, after which a mask may be
-        missing. Raises SlowMaskError if the mask may be slow, unless `may_take_long`.
+        `limit`: limit on the next token. `is_draft`: whether the last token is a draft token, after which a mask may
+        be missing. Raises SlowMaskError if the mask may be slow, unless `may_take_long`.
         """
         if limit.grammar_begin is None:
             assert limit.mask is not None, "end-of-sequence tokens are masked before a grammar"

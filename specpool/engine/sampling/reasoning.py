@@ -1,7 +1,7 @@
-"""The limits in and around a sequence's reasoning block, and where its grammar begins.
+"""Token limits in and around a sequence's reasoning block, and the position where its grammar begins.
 
 A block opens at the start of the generated text, or in the prompt, and ends with the first end tag. Tags are matched as
-token ids: the same text in other tokens is not a tag. Limits depend only on the tokens before them.
+token ids, so the same text in other tokens is not a tag. Limits depend only on the tokens before them.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ class Limit(NamedTuple):
     """The limit on the next token."""
 
     grammar_begin: int | None = None
-    """Where the text of the grammar begins. None: the grammar does not apply."""
+    """Position of the grammar's first token. None: the grammar does not apply."""
     mask: Words | None = None
-    """Allowed tokens, in addition to those of the grammar. None: all, or only those of the grammar."""
+    """Allowed tokens. With a grammar, it adds to the grammar's own, and None adds none. Otherwise None allows all."""
 
 
 FREE = Limit()
@@ -35,15 +35,15 @@ class ReasoningBlock:
         self._reasoning, self._start, self._has_grammar, self._ends = reasoning, prompt_length, has_grammar, ends
         self._forbids_block = not reasoning.starts_inside and reasoning.max_tokens == 0
         self._openings: tuple[TokenIds, ...] = ()
-        """The texts that open the block."""
+        """Token sequences that open the block."""
         if not reasoning.starts_inside and not (self._forbids_block and has_grammar):
             self._openings = reasoning.begin, *((token, *reasoning.begin) for token in reasoning.leading)
         # An answer that ends within the block would not match the grammar.
         self._inside = Limit(mask=ends.other_mask) if reasoning.grammar_after else FREE
         self._end: int | None = None
-        """The end of the block."""
+        """End of the block's end tag. None: not found yet."""
         self._num_searched = 0
-        """Leading tokens of the sequence that contain no other end of the block."""
+        """Number of leading tokens already searched for the end tag."""
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens of the sequence."""
@@ -54,14 +54,14 @@ class ReasoningBlock:
     def limits(self, token_ids: Sequence[int], count: int) -> list[Limit]:
         """Return the limits of `count` rows, which follow the last tokens of the sequence.
 
-        The sequence has grown since the last call, or was truncated to what both have in common.
+        Since the last call, the sequence may only have grown, unless `truncate` was called.
         """
         begin, end = self._find(token_ids)
         lengths = range(len(token_ids) - count + 1, len(token_ids) + 1)
         return [self._limit(token_ids, length, begin, end) for length in lengths]
 
     def forced(self, token_ids: Sequence[int]) -> TokenIds:
-        """Return the rest of the end tag if the block has reached its maximum length."""
+        """Return the rest of the end tag if the block has reached its token limit."""
         begin, end = self._find(token_ids)
         return () if begin is None or end is not None else self._rest_of_tag(token_ids, len(token_ids), begin)
 
@@ -77,7 +77,7 @@ class ReasoningBlock:
         return begin is not None and end is None
 
     def _find(self, token_ids: Sequence[int]) -> tuple[int | None, int | None]:
-        """Return where the text of the block begins, and where the tokens after its end tag do. None: not reached."""
+        """Return the positions after the block's begin tag and after its end tag. None: not reached."""
         begin = self._start
         if not self._reasoning.starts_inside:
             opening = next((each for each in self._openings if self._head(token_ids, len(each)) == each), None)
@@ -91,7 +91,7 @@ class ReasoningBlock:
         return begin, self._end
 
     def _head(self, token_ids: Sequence[int], count: int) -> TokenIds:
-        """The first generated tokens, at most `count`."""
+        """Return the first generated tokens, at most `count`."""
         return tuple(token_ids[self._start : self._start + count])
 
     def _limit(self, token_ids: Sequence[int], length: int, begin: int | None, end: int | None) -> Limit:
@@ -111,17 +111,18 @@ class ReasoningBlock:
             if len(opening) > count and opening[:count] == self._head(token_ids, count)
         ]
         if self._forbids_block:
-            last = {opening[-1] for opening in possible if len(opening) == count + 1}
-            if last:
-                return Limit(mask=~self._mask_of(sorted(last)))
+            # Later, the model would have begun a tag that it cannot complete, such as harmony's "<|channel|>analysis".
+            rest = max(1, len(self._reasoning.begin) - 1)
+            if forbidden := {opening[count] for opening in possible if len(opening) - count == rest}:
+                return Limit(mask=~self._mask_of(sorted(forbidden)))
         if not self._has_grammar:
             return FREE
-        # A model whose reasoning is off may begin with whitespace, too. The tag would be its only legal continuation.
+        # With reasoning off, an answer may begin with the same whitespace, which the mask must not force into the tag.
         following = {opening[count] for opening in possible if count or opening == self._reasoning.begin}
         return Limit(self._start, self._mask_of(sorted(following)) if following else None)
 
     def _rest_of_tag(self, token_ids: Sequence[int], length: int, begin: int) -> TokenIds:
-        """Return the forced rest of the end tag after the first `length` tokens, of which some may begin the tag."""
+        """Return the forced rest of the end tag after the first `length` tokens, which may contain its beginning."""
         maximum, tag = self._reasoning.max_tokens, self._reasoning.end
         if maximum is None or length - begin < maximum:
             return ()
@@ -134,10 +135,10 @@ class ReasoningBlock:
 
 
 class LimitedReader:
-    """Reads the masks of a draft."""
+    """Computes a draft's masks from its reasoning block and its grammar."""
 
     def __init__(self, block: ReasoningBlock, token_ids: Sequence[int], reader: Reader | None) -> None:
-        """`block`: a fork. `token_ids`: before the draft. `reader`: of the grammar; None if its masks may be slow."""
+        """`block`: a fork. `token_ids`: the tokens before the draft. `reader`: None if grammar masks may be slow."""
         self._block, self._token_ids, self._reader = block, [*token_ids], reader
 
     def read_token(self, token_id: int, mask: Words) -> None:
@@ -151,7 +152,7 @@ class LimitedReader:
 
 
 def _end_of(tag: TokenIds, token_ids: Sequence[int], start: int) -> int | None:
-    """Return the end of the first occurrence of a tag that begins at `start` or later."""
+    """Return the end of the first occurrence of a tag at or after `start`, or None."""
     try:
         while True:
             start = token_ids.index(tag[0], start) + 1
@@ -163,5 +164,5 @@ def _end_of(tag: TokenIds, token_ids: Sequence[int], start: int) -> int | None:
 
 @lru_cache(64)
 def _shared_mask(token_ids: TokenIds, vocab_size: int) -> Words:
-    """Return a mask that several sequences use. Must not be changed."""
+    """Return a read-only mask that sequences share."""
     return mask_of(token_ids, vocab_size)

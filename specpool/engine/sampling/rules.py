@@ -88,7 +88,7 @@ class SequenceRules:
     def __init__(
         self, params: SamplingParams, grammar: SequenceGrammar | None = None, block: ReasoningBlock | None = None
     ) -> None:
-        """`block`: the one that precedes the grammar, if any."""
+        """`block`: the reasoning block, which precedes the grammar."""
         self.params, self.grammar, self.block = params, grammar, block
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int32)
         self._biases = np.array([bias for _, bias in params.logit_bias], np.float32)
@@ -110,9 +110,9 @@ class SequenceRules:
         return tag + self.grammar.forced([*token_ids, *tag], limit - len(tag))
 
     def fork(self, token_ids: Sequence[int], shared: int | None = None) -> Reader | LimitedReader | None:
-        """Return a reader of the masks of a draft after these tokens; None if they are unknown.
+        """Return a reader that computes the masks of a draft after these tokens, or None if it cannot.
 
-        `shared`: number of leading tokens that they share with the sequence; None: all.
+        `shared`: number of leading tokens in common with the sequence; None: all.
         """
         reader = None if self.grammar is None else self.grammar.fork()
         if self.block is not None:
@@ -120,7 +120,7 @@ class SequenceRules:
         return reader if reader is not None and reader.read(token_ids[self.params.prompt_length :]) else None
 
     def leaves_logits(self, token_ids: Sequence[int], shared: int | None = None) -> bool:
-        """Whether no logit changes after these tokens, up to the end of a reasoning block. `shared`: see `fork`."""
+        """Whether the rules change no logit after these tokens, until an open block ends. `shared`: see `fork`."""
         if not self.params.leaves_legal_logits or self.grammar is None:
             return self.params.leaves_legal_logits
         block = None if self.block is None else self.block.fork(len(token_ids) if shared is None else shared)

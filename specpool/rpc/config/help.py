@@ -90,9 +90,9 @@ def names_of_settings(model: type[BaseModel]) -> set[str]:
 
 
 def with_flags(settings: type[BaseModel], text: str) -> str:
-    """Return a message with the flags of settings instead of their names, such as --max-model-len.
+    """Replace names of settings in a message by their flags, such as --max-model-len.
 
-    Names of a single word stay, because the message may use the word. The name that begins a message gets no dashes.
+    Keeps single-word names, which may be ordinary words. A name at the start of a message gets no dashes.
     """
     flags = {option.field: option.flag for option in options_of(settings) if option.flag and "_" in option.field}
     names = "|".join(sorted(flags, key=len, reverse=True))  # the longest first

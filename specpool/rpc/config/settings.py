@@ -213,7 +213,7 @@ class ServerSettings(ProcessSettings, ServerSecurity, TraceSettings):
     def _ports_differ(self) -> Self:
         ports = [port for port in (self.port, self.health_port, self.metrics_port) if port]
         if len(set(ports)) < len(ports):
-            raise ValueError("port, health_port and metrics_port must differ")
+            raise ValueError("--port, health_port and metrics_port must differ")
         return self
 
 

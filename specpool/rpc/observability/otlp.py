@@ -1,4 +1,4 @@
-"""What traces and metrics over OTLP share: endpoints, resources, shutdown, and the log lines of OpenTelemetry."""
+"""OTLP export for traces and metrics: endpoints, resources, shutdown, and OpenTelemetry's log lines."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ def _check_endpoint(endpoint: str) -> str:
     if not known or endpoint.split() != [endpoint]:
         raise ValueError("must be a URL of a collector, such as http://localhost:4317")
     if parts.path.strip("/") or parts.query or parts.fragment:  # probably OTLP over HTTP
-        raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
+        raise ValueError("must end with the port of a collector, since OTLP goes over gRPC: http://localhost:4317")
     if (problem := explain_missing("otel")) is not None:
         raise ValueError(problem)
     return endpoint
@@ -58,16 +58,16 @@ OtlpEndpoint: TypeAlias = Annotated[str, AfterValidator(_check_endpoint)]
 
 @contextmanager
 def refusing_variables(setting: str) -> Iterator[None]:
-    """Context manager that raises OSError, with the setting's name, if OpenTelemetry rejects its variables."""
+    """Context manager that raises OSError, naming the setting, if OpenTelemetry rejects its environment variables."""
     try:
         yield
     except Exception as error:  # the library has no error type for this
         variables = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
-        raise OSError(f"{setting}: OpenTelemetry refuses its variables ({variables}): {error}") from None
+        raise OSError(f"{setting}: OpenTelemetry rejects its environment variables ({variables}): {error}") from None
 
 
 async def flush(provider: Any, exporter: Any) -> None:
-    """Shut down a provider after it has exported what is left, within `FLUSH_SECONDS`."""
+    """Export pending data and shut down a provider, within `FLUSH_SECONDS`."""
     await asyncio.to_thread(_flush, provider, exporter)
 
 

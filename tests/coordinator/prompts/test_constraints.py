@@ -220,6 +220,7 @@ REFUSED = [
     ("json_schema", '{"enum": ["\\ud800"]}', "has a lone surrogate"),
     ("json_schema", "[" * 60_000, "is nested too deeply"),
     ("json_schema", "5", "does not compile: schema must be an object or boolean"),
+    ("json_schema", '{"x-guidance": [",", ":", true, null, true, true]}', '"x-guidance" must be an object'),
     ("json_schema", '{"type": "foo"}', "does not compile: Invalid type: foo"),
     ("json_schema", '{"not": {"const": 1}}', 'does not compile: Unimplemented keys: ["not"]'),
     ("regex", "(a", "does not compile: invalid regex: unclosed group"),
@@ -239,7 +240,7 @@ REFUSED = [
     ),
     ("structural_tag", '{"structures": [{}], "triggers": ["a"]}', "a tag must have"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "tags_with_separator"}}', "must be {"),
-    ("structural_tag", json.dumps(separated(5)), "the separator must be a text"),  # type: ignore[arg-type]
+    ("structural_tag", json.dumps(separated(5)), "the separator must be a string"),  # type: ignore[arg-type]
     ("structural_tag", json.dumps({**LEGACY, "triggers": ["x"]}), '"<fn=a>" begins with none of the triggers'),
     (
         "structural_tag",

@@ -116,7 +116,7 @@ def test_a_completion_keeps_the_space_before_its_first_word() -> None:
     assert described(FALLBACK).detokenizer(ids[:-1]).feed(ids[-1:]) == " b"
 
 
-def test_texts_of_single_tokens_are_those_within_a_text() -> None:
+def test_token_texts_are_those_in_the_middle_of_a_text() -> None:
     texts = described(FALLBACK).token_texts
     assert [texts[token] for token in FALLBACK.encode("a b").ids] == [" a", " b"]
     assert texts[FALLBACK.token_to_id("<s>")] == "<s>"

@@ -63,7 +63,7 @@ def test_settings_must_name_two_tags(setting: str) -> None:
         check_reasoning_tags(setting)
 
 
-def test_tags_beyond_the_models_vocabulary_are_not_used() -> None:
+def test_tags_outside_the_model_vocabulary_are_ignored() -> None:
     tokenizer = tokenizer_of(THINKING_TEMPLATE, *THINK, vocab_size=EOS_TOKEN_ID + 1)
     assert described(tokenizer).reasoning is None
     with pytest.raises(TokenizerError, match="no tokens for the reasoning tags <think> and </think>"):
@@ -100,6 +100,8 @@ def test_the_answer_of_harmony_begins_in_its_final_channel() -> None:
         ('<tool_call>\n{"name"', "hermes"),
         ('<|start_header_id|>{"name": name, "parameters": dictionary', "llama3"),
         ('{"name": name, "parameters": dictionary', ""),
+        ('<function=f>{"a": 1}</function>', ""),
+        ("<seed:tool_call><function=f><parameter=a>", ""),
         ("", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Requests to models that reason: what clients learn about the reasoning, and limits on it."""
+"""Requests to reasoning models: reported tags, and limits on the reasoning."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -88,12 +88,18 @@ async def test_limits_on_reasoning_need_a_model_that_reasons(params: dict[str, A
         assert served.target.requests == []
 
 
+async def test_a_limit_needs_a_constraint_that_allows_reasoning(served: Serving) -> None:
+    error = await refusal(served.stub.Generate(chat(max_thinking_tokens=3, regex="a")))
+    assert (error.code(), violated_fields(error)) == (StatusCode.INVALID_ARGUMENT, [LIMIT])
+    assert error.details() == f"{LIMIT}: with a constraint, requires constraint_after_reasoning"
+
+
 LIMITS: list[tuple[dict[str, Any], bool, tuple[int | None, bool] | None]] = [
     ({}, False, None),
     ({"max_thinking_tokens": 8}, True, None),  # max_tokens ends the answer first
     ({"max_thinking_tokens": 7}, True, (7, False)),
     ({"max_thinking_tokens": 0}, False, (0, False)),
-    ({"max_thinking_tokens": 3, "regex": "a"}, False, None),  # the constraint allows no reasoning
+    ({"regex": "a"}, False, None),  # the constraint allows no reasoning
     ({"regex": "a", "constraint_after_reasoning": True}, True, (None, True)),
     ({"regex": "a", "constraint_after_reasoning": True, "max_thinking_tokens": 3}, False, (3, True)),
 ]

@@ -1,4 +1,4 @@
-"""Health checks over HTTP. `test_processes.py` tests those over gRPC."""
+"""Health checks over HTTP. `test_processes.py` has those over gRPC."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from specpool.rpc.security.settings import ServerSecurity
 
 @asynccontextmanager
 async def answering(line: bytes | None, security: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """A server that answers requests with this line, or never; yield its address."""
+    """Run a server that answers requests with this line, or never; yield its address."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert await reader.readline() == b"GET /health HTTP/1.0\r\n"
@@ -37,13 +37,13 @@ async def answering(line: bytes | None, security: ssl.SSLContext | None = None) 
     ("line", "is_serving"),
     [(b"HTTP/1.1 200 OK", True), (b"HTTP/1.1 503 Service Unavailable", False), (b"SSH-2.0", False), (b"", False)],
 )
-async def test_a_process_serves_once_it_says_so(line: bytes, is_serving: bool) -> None:
+async def test_a_process_serves_once_its_health_check_succeeds(line: bytes, is_serving: bool) -> None:
     async with answering(line) as address, HttpProbe(address).open() as checks:
         assert await checks.is_serving(os.getpid()) == is_serving
         assert await checks.answers(60.0)
 
 
-async def test_only_silence_is_no_answer() -> None:
+async def test_only_a_timeout_is_no_answer() -> None:
     refusing = HttpProbe(f"127.0.0.1:{free_port()}")
     assert not await refusing.is_serving(os.getpid())
     assert await refusing.answers(60.0)

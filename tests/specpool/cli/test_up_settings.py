@@ -17,7 +17,8 @@ from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
 from specpool.cli.up_http import http_services
-from specpool.cli.up_settings import SecureUpSettings, UpSettings
+from specpool.cli.up_security import SecureUpSettings
+from specpool.cli.up_settings import UpSettings
 from specpool.rpc.ports import free_port
 
 
@@ -402,7 +403,7 @@ def test_names_are_not_checked_over_http(tmp_path: Path) -> None:
 
 def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert http_server(monkeypatch, "starlette", "uvicorn") == []
-    assert re.search(r"HTTP is off: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
+    assert re.search(r"HTTP server disabled: it needs starlette, uvicorn: .*pip install .*\[http\]", caplog.text)
     with pytest.raises(ProcessFailedError, match=r"^http-port: needs starlette, uvicorn: .*pip install .*\[http\]"):
         http_server(monkeypatch, "starlette", http_port=9000)
 
@@ -440,8 +441,8 @@ def test_only_the_coordinator_gets_the_health_port() -> None:
     [
         ({"port": 8000}, "--port 8000, --http-port 8000 must differ"),
         ({"health_port": 50050}, "--port 50050, --health-port 50050, --http-port 8000 must differ"),
-        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 after it"),
-        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 after it"),
+        ({"http_port": 9001, "metrics_port": 9000}, "--http-port must not be metrics_port or one of the 2 ports after"),
+        ({"metrics_port": 7999}, "--http-port must not be metrics_port or one of the 2 ports after it"),
     ],
 )
 def test_ports_of_up_must_differ(settings: dict[str, Any], reason: str) -> None:

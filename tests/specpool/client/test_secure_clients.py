@@ -19,7 +19,7 @@ from specpool import AsyncClient, Client
 from specpool.cli.main import run
 from specpool.cli.preflight import health_check_security
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.up_settings import SecureUpSettings
+from specpool.cli.up_security import SecureUpSettings
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
@@ -94,7 +94,7 @@ except SpecpoolError as error:
 
 
 async def test_only_the_error_reports_an_untrusted_certificate(server: Certificate, tmp_path: Path) -> None:
-    """Not a line of gRPC's C core too."""
+    """gRPC's C core adds no line of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     async with service(**server.options) as served:
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""The order of dialogues, and the noise of their questions."""
+"""The order of dialogues, and the random numbers of their questions."""
 
 import pytest
 import torch
@@ -9,9 +9,7 @@ from specpool.distill.agenda import Agenda, exponential_noise
 
 
 @given(missing=st.sets(st.integers(0, 40)), lag=st.integers(1, 12), slots=st.integers(1, 10), data=st.data())
-def test_a_dialogue_begins_once_those_far_before_it_have_ended(
-    missing: set[int], lag: int, slots: int, data: st.DataObject
-) -> None:
+def test_a_dialogue_waits_for_answers_it_can_use(missing: set[int], lag: int, slots: int, data: st.DataObject) -> None:
     agenda, running, ended = Agenda(sorted(missing), lag), list[int](), set[int]()
     while len(ended) < len(missing):
         while len(running) < slots and (number := agenda.take()) is not None:

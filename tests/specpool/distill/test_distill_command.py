@@ -153,7 +153,7 @@ def test_a_target_with_few_positions_is_refused_by_name(
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": 1, "prompt": "x" * 300}))
     pair = ["--target", target, "--model", target]
     assert run(evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair) == 2
-    assert "prompts: none has at most 32 tokens, which leaves 224 of 256 positions" in capsys.readouterr().err
+    assert "prompts: all are longer than 32 tokens (256 positions less 224 for the answer)" in capsys.readouterr().err
 
 
 def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--layers", "a,b"], "layers"),
-        (["--epochs", "0"], "epochs: 0 only rounds a draft; give --initial, because draft/draft.safetensors does not"),
+        (["--epochs", "0"], "epochs: 0 only rounds a draft, but draft/draft.safetensors does not exist; give"),
         (["--layers", "0,99"], "layers: 99 is not below 3"),
         (["--held-out", "64", "--dialogues", "64"], "held-out: 64 is not below"),
         (["--epochs", "inf"], "epochs"),

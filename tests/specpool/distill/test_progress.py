@@ -1,4 +1,4 @@
-"""Progress of generation and training: a bar on a terminal, elsewhere some lines."""
+"""Progress of generation and training: a bar on a terminal, otherwise a few lines."""
 
 from io import StringIO
 
@@ -9,7 +9,7 @@ from specpool.distill import progress
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_some_lines_elsewhere(
+def test_progress_is_a_bar_on_a_terminal_and_a_few_lines_elsewhere(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = StringIO()

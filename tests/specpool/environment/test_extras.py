@@ -96,3 +96,11 @@ class Recorded:
     def read_text(self, name: str) -> str | None:
         assert name == "direct_url.json"
         return None if self._record is None else json.dumps(self._record)
+
+
+def test_workers_need_no_triton() -> None:
+    """Torch's CPU builds come without it."""
+    modules = "draft_worker.server, target_worker.server, specpool.engine.passes.gpu.model"
+    script = f"import sys; sys.modules['triton'] = None; import {modules}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Constraints that enforce tool calls: llguidance allows them only, and they are read as calls."""
+"""Constraints that enforce tool calls: llguidance allows calls only, and every allowed answer parses as calls."""
 
 from functools import cache
 from random import Random

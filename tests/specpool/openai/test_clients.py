@@ -1,4 +1,4 @@
-"""OpenAI's client: blocking, asyncio, raw responses, and its helpers for streams and pydantic models."""
+"""The `openai` client: blocking, asyncio, raw responses, and its helpers for streams and pydantic models."""
 
 import asyncio
 

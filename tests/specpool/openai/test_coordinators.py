@@ -1,4 +1,4 @@
-"""Several coordinators: the same prefix goes to the same one, within limits on its load, and dead ones are skipped."""
+"""Several coordinators: prefix affinity within a load limit, and failover."""
 
 import asyncio
 from collections.abc import Iterable
@@ -25,6 +25,13 @@ async def some_coordinators(stack: AsyncExitStack, count: int) -> list[Serving]:
     return [await stack.enter_async_context(service) for service in services]
 
 
+async def connect(stack: AsyncExitStack, *addresses: str) -> tuple[Coordinators, AsyncOpenAI]:
+    """Start an HTTP server in front of these coordinators. Return its view of them, and a client."""
+    server, url = await stack.enter_async_context(openai_server(",".join(addresses)))
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    return server.coordinators, await stack.enter_async_context(client)
+
+
 def requests_of(services: Iterable[Serving]) -> list[int]:
     return [service.process.coordinator.in_flight.requests for service in services]
 
@@ -35,13 +42,11 @@ def chat_about(subject: str, turns: int = 1) -> list[dict[str, str]]:
     return [{"role": "system", "content": "Be kind."}, first, *later]
 
 
-async def test_a_conversation_stays_and_others_spread() -> None:
+async def test_a_conversation_keeps_its_coordinator_and_others_spread() -> None:
     async with AsyncExitStack() as stack:
         services = await some_coordinators(stack, 3)
-        addresses = ",".join(service.address for service in services)
-        front, url = await stack.enter_async_context(openai_server(addresses))
-        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
-        await until(lambda: all(link.is_serving for link in front.coordinators.ranked(b"")))
+        coordinators, client = await connect(stack, *(service.address for service in services))
+        await until(lambda: all(link.is_serving for link in coordinators.ranked(b"")))
         create = client.chat.completions.create
         for turns in range(1, 5):
             await create(model=MODEL, messages=chat_about("roses", turns))
@@ -51,13 +56,11 @@ async def test_a_conversation_stays_and_others_spread() -> None:
         assert min(requests_of(services)) > 0
 
 
-async def test_a_busy_coordinator_passes_its_prefixes_on() -> None:
+async def test_an_overloaded_coordinator_loses_its_prefixes() -> None:
     async with AsyncExitStack() as stack:
         services = await some_coordinators(stack, 2)
-        addresses = ",".join(service.address for service in services)
-        front, url = await stack.enter_async_context(openai_server(addresses))
-        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
-        await until(lambda: all(link.is_serving for link in front.coordinators.ranked(b"")))
+        coordinators, client = await connect(stack, *(service.address for service in services))
+        await until(lambda: all(link.is_serving for link in coordinators.ranked(b"")))
         for service in services:
             service.target.open.clear()
         create = client.chat.completions.create
@@ -69,18 +72,16 @@ async def test_a_busy_coordinator_passes_its_prefixes_on() -> None:
         await asyncio.gather(*running)
 
 
-async def test_requests_go_on_when_a_coordinator_dies() -> None:
+async def test_requests_continue_when_a_coordinator_dies() -> None:
     async with AsyncExitStack() as stack:
         [service] = await some_coordinators(stack, 1)
-        addresses = f"{free_address()},{service.address}"
-        front, url = await stack.enter_async_context(openai_server(addresses))
-        client = await stack.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0))
+        coordinators, client = await connect(stack, free_address(), service.address)
         # Also before the first health check.
         for number in range(8):
             answer = await client.chat.completions.create(model=MODEL, messages=chat_about(f"number {number}"))
             assert answer.choices[0].message.content == "Hello"
-        await until(lambda: front.coordinators.is_serving)
-        assert [link.address for link in front.coordinators.ranked(b"")] == [service.address]
+        await until(lambda: coordinators.is_serving)
+        assert [link.address for link in coordinators.ranked(b"")] == [service.address]
 
 
 async def test_only_a_coordinator_that_stays_unreachable_is_warned_about(

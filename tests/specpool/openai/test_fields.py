@@ -78,7 +78,7 @@ async def messages(service: OpenAIService, target: ScriptedTarget) -> None:
     assert target.prompt.startswith("system: Be kind.\nuser: one\ntwo\nassistant: \ntool: 3\nuser: Hi\n")
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     message = await refusal(chat(service, [{"role": "user", "content": [image]}]), "messages[0].content[0]")
-    assert "'image_url' is not supported" in message
+    assert "'image_url' are not supported" in message
 
 
 @row
@@ -113,6 +113,7 @@ async def stream(service: OpenAIService, target: ScriptedTarget) -> None:
     assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
     await refusal(chat(service, stream_options=usage), "stream_options")
     assert not any(chunk.usage for chunk in [chunk async for chunk in await chat(service, stream=True)])
+    await refusal(chat(service, stream_options=usage), "stream_options")
 
 
 @row
@@ -293,6 +294,8 @@ async def include_reasoning(service: OpenAIService, target: ScriptedTarget) -> N
 async def max_thinking_tokens(service: OpenAIService, target: ScriptedTarget) -> None:
     await chat(service, max_thinking_tokens=3)
     assert target.sampling.reasoning.max_tokens == 3
+    first = {"structured_outputs": {"regex": "a"}, "constraint_after_reasoning": False}
+    await refusal(chat(service, max_thinking_tokens=3, **first), "max_thinking_tokens")
 
 
 @row

@@ -1,8 +1,10 @@
-"""Reading of answers without tools."""
+"""Parsing of answers without tools."""
 
 import pytest
 from read_answers import Answer, read
 
+from specpool.openai.bodies import ChatBody
+from specpool.openai.calls import chat_work
 from specpool.openai.deltas import Content, Reasoning
 from specpool.openai.output import plan_output
 from specpool.v1.generation_pb2 import GetModelInfoResponse, ReasoningTags
@@ -47,3 +49,20 @@ def test_text_is_read_as_soon_as_it_cannot_begin_a_tag() -> None:
     assert reader.feed("/th") == []
     assert reader.feed("e") == [Reasoning("</the")]
     assert reader.feed("</think>c") == [Content("c")]
+
+
+@pytest.mark.parametrize(("after", "expected"), [(None, Answer("", "42")), (False, Answer("42"))])
+def test_text_that_a_constraint_describes_from_the_first_token_is_no_reasoning(
+    after: bool | None, expected: Answer
+) -> None:
+    body = ChatBody.model_validate(
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "structured_outputs": {"regex": "42"},
+            "constraint_after_reasoning": after,
+        }
+    )
+    plan = chat_work(body, THINKING, "id").plan
+    assert plan is not None
+    assert read(plan, ["42"], starts_in_reasoning=True) == expected

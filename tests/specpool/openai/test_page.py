@@ -1,4 +1,4 @@
-"""The calls of docs/openai.md run as they are."""
+"""The examples in docs/openai.md run unchanged."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Conversion of parameters that are written as text to JSON of the schema's types."""
+"""Conversion of plain-text parameters to JSON of the schema's types."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ VALUES: list[tuple[Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "text", "value"), VALUES)
-def test_text_becomes_json_of_the_schema_s_type(schema: Any, text: str, value: Any) -> None:
+def test_text_becomes_json_of_the_schema_type(schema: Any, text: str, value: Any) -> None:
     properties = {} if schema is None else {"value": schema}
     tools = [tool("f", {"type": "object", "properties": properties})]
     answers = {

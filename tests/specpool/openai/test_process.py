@@ -42,7 +42,7 @@ async def test_sigterm_lets_a_request_finish() -> None:
         process("--port", str(port), "--coordinator-address", coordinator.address) as running,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS) as client,
     ):
-        await until_line(running, " serves")
+        await until_line(running, "is serving")
         coordinator.target.open.clear()
         body = {"model": MODEL, "prompt": "x", "max_tokens": 4}
         answer = asyncio.create_task(client.post("/v1/completions", json=body))

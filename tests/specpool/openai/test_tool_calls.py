@@ -1,4 +1,4 @@
-"""Reading of tool calls in each format."""
+"""Parsing of tool calls in each format."""
 
 import json
 import re
@@ -41,7 +41,7 @@ ARGUMENTS = {
 }
 FORMATS = sorted(TEMPLATES)
 ONE_CALL = ("llama3", "harmony")
-# What the prompt already contains of an answer, and the end-of-sequence token, which the text does not contain.
+# Strings to cut from rendered answers: their beginning is in the prompt, and texts omit end-of-sequence tokens.
 PROMPT = re.compile(
     r"<\|im_start\|>assistant\n?|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|<\|assistant\|>\n?|"
     r"<\|start\|>assistant(?= to)"
@@ -102,7 +102,7 @@ def test_arguments_are_read_while_they_arrive(name: str) -> None:
     assert "".join(delta.text for delta in deltas if isinstance(delta, CallArguments)).endswith("x" * 20)
 
 
-def test_json_arguments_keep_the_model_s_text() -> None:
+def test_json_arguments_keep_the_original_text() -> None:
     arguments = '{ "place" :"\\u00dcl\\ud83d\\ude00m",\n"n": 1e1,"n":2}'
     text = f'<tool_call>{{"name":"forecast","arguments":{arguments}}}</tool_call>'
     assert read(plan_for("hermes"), list(text)).calls == [["forecast", arguments]]
@@ -148,7 +148,7 @@ def test_json_arguments_keep_the_model_s_text() -> None:
         ("harmony", '{"plain": "json"}', [], '{"plain": "json"}'),
     ],
 )  # fmt: skip
-def test_variants_that_models_write(name: str, text: str, calls: list[list[str]], content: str) -> None:
+def test_variants_that_models_generate(name: str, text: str, calls: list[list[str]], content: str) -> None:
     for chunks in (list(text), [text]):
         assert read(plan_for(name), chunks) == Answer(content, "", calls)
 
@@ -175,16 +175,18 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=now"),
     ("harmony", "<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}"),
+    ("qwen3_coder", '<function=now>\n{"a": 1}</function>'),
+    ("harmony", "<|channel|>analysis Hello<|end|>"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text"), MALFORMED)
-def test_text_that_is_no_call_of_a_tool_stays_content(name: str, text: str) -> None:
+def test_text_that_is_not_a_tool_call_stays_content(name: str, text: str) -> None:
     for chunks in (list(text), [text]):
         assert read(plan_for(name), chunks) == Answer(text)
 
 
-def test_harmony_s_analysis_is_reasoning() -> None:
+def test_the_analysis_channel_of_harmony_is_reasoning() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>Yes.<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>So:<|end|><|start|>assistant<|channel|>final<|message|>42"

@@ -10,7 +10,7 @@ from specpool.openai.tools import read_tool_choice
 NOW = tool("now", None)
 
 
-def test_tools_are_called_if_the_model_wants_unless_the_request_says_otherwise() -> None:
+def test_tool_choice_defaults_to_auto_with_tools() -> None:
     assert read_tool_choice(None, None).mode == "none"
     assert read_tool_choice([], None).mode == "none"
     assert read_tool_choice(None, "none").mode == "none"

@@ -1,4 +1,4 @@
-"""Simulated rounds of a server: what the draft model and prompt lookup gain, and what the plan says about it."""
+"""Simulated rounds: gains of the draft model and prompt lookup, and the plan's recommendation."""
 
 import random
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ BATCHES = [1, 8]
 
 
 def recordings(repeats: bool, agreement: float) -> list[Recording]:
-    """Answers that loop, or are random; and a draft that predicts this share of their tokens."""
+    """Return looping or random answers, and a draft that predicts this share of their tokens."""
     rng, found = random.Random(1), []
     for _ in range(8):
         answer = [rng.randrange(VOCAB) for _ in range(PERIOD if repeats else LENGTH)]
@@ -72,7 +72,7 @@ def test_random_answers_gain_from_a_good_draft() -> None:
     assert "which the target worker carries" in last
 
 
-def test_both_sources_add_up() -> None:
+def test_model_and_lookup_gains_add_up() -> None:
     answers = recordings(repeats=True, agreement=0.8)
     answers += recordings(repeats=False, agreement=0.8)
     by_method = {each.method: each for each in plan_of(answers).chosen.sources if each.batch == 1}
@@ -99,7 +99,7 @@ def test_a_simulation_is_deterministic(shared: bool) -> None:
         ((1.10, 1.40, 1.30), DraftMethod.MODEL),
     ],
 )
-def test_the_simplest_method_of_about_the_same_speed_is_chosen(
+def test_the_simplest_of_similarly_fast_methods_is_chosen(
     speeds: tuple[float, ...], method: DraftMethod | None
 ) -> None:
     """Speeds of prompt lookup, the model, and both."""

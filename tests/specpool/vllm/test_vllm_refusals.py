@@ -115,7 +115,7 @@ async def test_vllm_for_cpu_logs_a_warning(tokenizer: str, refused: Refused, cap
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2", "only one"])
-async def test_another_model_runner_than_v1_logs_a_warning(
+async def test_a_model_runner_other_than_v1_logs_a_warning(
     runner: str, tokenizer: str, refused: Refused, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = vllm_config(tokenizer)

@@ -1,4 +1,4 @@
-"""Rounds of sequences with limits on their reasoning: the same tokens with every draft, and after lost caches."""
+"""Rounds with limits on reasoning generate the same tokens with any draft, and after lost caches."""
 
 import random
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def sampling(maximum: int | None, temperature: float, grammar: str = "", **reaso
 
 
 def first(params: common_pb2.Sampling, token_ids: Sequence[int] = (), **fields: Any) -> pb.VerifyItem:
-    """The first contact with a sequence that has generated these tokens."""
+    """Return the first item for a sequence with these generated tokens."""
     return pb.VerifyItem(sequence_id=1, token_ids=[*PROMPT, *token_ids], sampling=params, **fields)
 
 
@@ -62,7 +62,7 @@ async def generate(target: Worker, params: common_pb2.Sampling, drafts: Sequence
 
 
 async def likely_tags(target: Worker, temperature: float) -> dict[str, Any]:
-    """Tags that the model generates by itself."""
+    """Tags that the model generates unprompted."""
     text = await generate(target, common_pb2.Sampling(temperature=temperature, seed=7, prompt_length=len(PROMPT)))
     return {"begin": text[:2], "end": text[9:11], "starts_inside": False}
 

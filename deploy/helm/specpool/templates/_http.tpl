@@ -12,6 +12,8 @@
 {{- fail (printf "http.tls: %s needs auth.apiTokens, or everyone who reaches the HTTP server could use its certificate" .Values.http.tls) -}}
 {{- else if and .Values.http.maxReplicas (lt (int .Values.http.maxReplicas) (int .Values.http.replicas)) -}}
 {{- fail "http.maxReplicas: must not be less than http.replicas" -}}
+{{- else if and .Values.networkPolicy.httpFrom (not .Values.networkPolicy.metricsFrom) .Values.metrics.enabled -}}
+{{- fail "networkPolicy.httpFrom: needs networkPolicy.metricsFrom with metrics.enabled, or everyone who may read metrics could call the HTTP server, which has a single port" -}}
 {{- end -}}
 {{- end }}
 

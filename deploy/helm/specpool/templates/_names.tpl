@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft, target or http, or standby. */}}
+{{/* Names, labels and addresses. A role is a key of the values (coordinator, draft, target, http), or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
@@ -183,6 +183,8 @@ parts. Takes root and role.
 {{- $replicas := include "specpool.replicas" (dict "root" $ "role" "draft") -}}
 {{- if or (not (include "specpool.hasDraftWorkers" $)) $.Values.disaggregatedSet.enabled -}}
 {{- fail "draft.partition: needs a StatefulSet of draft workers" -}}
+{{- else if ne $.Values.updateStrategy.type "RollingUpdate" -}}
+{{- fail (printf "draft.partition: needs updateStrategy.type RollingUpdate, not %s" $.Values.updateStrategy.type) -}}
 {{- else if and $replicas (ge . (int $replicas)) -}}
 {{- fail (printf "draft.partition: must be less than the number of draft workers, %s, or an update would change none" $replicas) -}}
 {{- end -}}

@@ -63,7 +63,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* What all pods have in common. Takes root, values, selector and graceSeconds. */}}
+{{/* Fields that all pods share. Takes root, values, selector and graceSeconds. */}}
 {{- define "specpool.podHeader" -}}
 serviceAccountName: {{ include "specpool.serviceAccount" .root }}
 automountServiceAccountToken: false

@@ -20,7 +20,10 @@ from specpool.engine.numerics.triton_compat import (
     tl,
     triton,
 )
-from specpool.engine.passes.gpu.gemm import GemmTile, accumulated, split_k_of, split_size, tile_of
+from specpool.engine.passes.gpu.gemm import GemmTile, split_k_of, split_size, tile_of
+
+if triton is not None:
+    from specpool.engine.passes.gpu.gemm import accumulated
 
 # Number of choices that a program of `group_choices` reads at a time.
 GROUPED = 1024

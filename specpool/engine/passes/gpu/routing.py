@@ -6,8 +6,11 @@ A program handles one row, in float32. A choice is one expert of one row: choice
 import torch
 
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
-from specpool.engine.passes.gpu.rows import Addend, summed
+from specpool.engine.passes.gpu.rows import Addend
 from specpool.engine.passes.kinds import Routing
+
+if triton is not None:
+    from specpool.engine.passes.gpu.rows import summed
 
 # Features of the sum of a row's experts that one program computes.
 COMBINED = 1024

@@ -1,4 +1,4 @@
-"""Limits of reasoning blocks depend only on the tokens before them, however a sequence grew."""
+"""Limits on reasoning blocks depend only on the preceding tokens, not on how the sequence grew."""
 
 import random
 from collections.abc import Sequence
@@ -156,11 +156,15 @@ def test_a_block_in_the_prompt_can_be_closed_at_once(grammars: Grammars) -> None
     assert rules.forced([*PROMPT, *ids_of("<</>")], 9) == ()
 
 
-def test_a_maximum_of_zero_masks_the_end_of_the_begin_tag(grammars: Grammars) -> None:
-    rules = start(grammars, replace(TAGS, max_tokens=0))
-    assert after(rules, "<") is None
-    assert after(rules, "<<") == {*range(VOCAB)} - {*ids_of(">")}
-    assert after(rules, "<<x") is None
+def test_a_maximum_of_zero_masks_the_begin_tag(grammars: Grammars) -> None:
+    rules = start(grammars, replace(TAGS, max_tokens=0, leading=NEWLINE))
+    for begin in ("", "\n"):
+        assert after(rules, begin) is None
+        assert after(rules, f"{begin}<") == {*range(VOCAB)} - {*ids_of("<")}
+        assert after(rules, f"{begin}<x<") is None
+    single = start(grammars, replace(TAGS, begin=ids_of(">"), max_tokens=0))
+    assert after(single, "") == {*range(VOCAB)} - {*ids_of(">")}
+    assert after(single, "x") is None
     constrained = start(grammars, replace(TAGS, max_tokens=0, grammar_after=True), COLORS)
     assert after(constrained, "") == {*ids_of("r<g")}
     assert after(constrained, "<") == {*ids_of(">")}

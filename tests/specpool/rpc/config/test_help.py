@@ -1,4 +1,4 @@
-"""Settings as users see them in messages."""
+"""Names of settings in messages to users."""
 
 import pytest
 

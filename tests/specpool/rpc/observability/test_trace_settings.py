@@ -67,7 +67,7 @@ async def test_rejected_variables_end_the_process_with_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
-    reason = rf"otlp_traces_endpoint: OpenTelemetry refuses its variables \(.*{name}.*\): [^\n]+$"
+    reason = rf"otlp_traces_endpoint: OpenTelemetry rejects its environment variables \(.*{name}.*\): [^\n]+$"
     with pytest.raises(OSError, match=f"^{reason}"):
         CoordinatorServer(CoordinatorSettings(otlp_traces_endpoint="http://a:4317"))
     settings = WorkerSettings(otlp_traces_endpoint="http://a:4317")

@@ -1,6 +1,8 @@
 """TLS on both sides, and the caller's token on its way to the coordinator."""
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from openai_service import MODEL, openai_server
 from scripted_target import ScriptedTarget
 from secure_service import coordinator as secure_coordinator
 from secure_service import until, worker
-from serving import serving
+from serving import free_address, serving
 
 from coordinator.server import CoordinatorServer
 from specpool.openai.settings import OpenAISettings
@@ -61,15 +63,25 @@ async def test_tokens_reach_the_coordinator(tokens: Path, ca: Authority, server:
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await call
                 assert caught.value.code == "invalid_api_key"
-            # A model's name is told to known callers only.
+            # Only known callers learn the model's name.
             with pytest.raises(openai.AuthenticationError):
                 await nobody.chat.completions.create(**{**CHAT, "model": "other"})
+            with pytest.raises(openai.AuthenticationError):
+                await nobody.chat.completions.create(**CHAT, tool_choice="required")
         async with httpx2.AsyncClient(base_url=url) as client:
             assert (await client.get("/v1/models")).status_code == 401
             repeated = [("authorization", f"Bearer {TOKEN}"), ("authorization", f"Bearer {OTHER_TOKEN}")]
             assert (await client.get("/v1/models", headers=repeated)).status_code == 401
             assert (await client.get("/v1/models", headers={"authorization": b"Bearer \xff"})).status_code == 401
             assert (await client.get("/health")).status_code == 200
+        # Strangers cannot make the server read a large body.
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        writer.write(b"content-type: application/json\r\ncontent-length: 1000000\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+        await writer.wait_closed()
 
 
 def trusting(ca: Authority, certificate: Certificate | None = None) -> ssl.SSLContext:
@@ -102,6 +114,34 @@ async def test_clients_use_tls_with_certificates_and_reloaded_files(
                 await status_of(url, context)
         served.copy_from(other_ca.issue("second"))
         assert await status_of(url, trusting(other_ca, client)) == 200
+
+
+def resume(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> tuple[bytes, ssl.SSLSession]:
+    """Return the answer over a new connection, which resumes a TLS session."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+    ):
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        return connection.recv(12), connection.session
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_sessions_of_an_earlier_ca_are_not_resumed(
+    ca: Authority, other_ca: Authority, server: Certificate, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(ca.path.read_bytes())
+    context = trusting(ca, ca.issue("client"))
+    context.maximum_version = version
+    async with openai_server(free_address(), tls_ca=clients, **server.options) as (_, url):
+        port = int(url.rpartition(":")[2])
+        answer, session = await asyncio.to_thread(resume, port, context)
+        assert answer == b"HTTP/1.1 503"
+        assert (await asyncio.to_thread(resume, port, context, session))[0] == answer
+        clients.write_bytes(other_ca.path.read_bytes())
+        with contextlib.suppress(OSError):
+            assert (await asyncio.to_thread(resume, port, context, session))[0] == b""
 
 
 async def test_coordinators_with_other_certificates_are_not_used(

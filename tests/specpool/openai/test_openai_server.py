@@ -1,4 +1,4 @@
-"""The OpenAI server with the real client."""
+"""The HTTP server with the real client."""
 
 from openai_service import MODEL, openai_service
 

@@ -7,15 +7,22 @@ import logging
 import httpx2
 import pytest
 from openai_service import MODEL, OpenAIService, openai_server, openai_service
+from pydantic import ValidationError
 from secure_service import until
 from serving import free_address, serving
+
+from specpool.openai.bodies import ChatBody, CompletionBody, GenerationBody
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 URL = "/v1/chat/completions"
 
 
 def body(**fields: object) -> bytes:
-    return json.dumps({**CHAT, **fields}).encode()
+    return json.dumps({**CHAT, **fields}).replace("Infinity", "1e999").encode()
+
+
+def json_client(url: str) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=url, headers={"content-type": "application/json"})
 
 
 def error_of(response: httpx2.Response, status: int) -> dict[str, str]:
@@ -37,8 +44,9 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         b'{"model": "a", "model": "b"}': "the key 'model' twice",
         body().replace(b"Hi", b"\\ud800"): "is not UTF-8 text",
         body().replace(b"Hi", b"\xff"): "is not UTF-8 text",
+        body().replace(b"Hi", b"\\ud800").decode().encode("utf-16"): "is not UTF-8 text",
     }
-    async with openai_service() as service, httpx2.AsyncClient(base_url=service.url) as client:
+    async with openai_service() as service, json_client(service.url) as client:
         for content, reason in bodies.items():
             error = error_of(await client.post(URL, content=content), 400)
             assert reason in error["message"]
@@ -65,25 +73,47 @@ async def test_bad_bodies_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         ({"n": True}, "n", "invalid_type"),
         ({"temperature": "1"}, "temperature", "invalid_type"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
+        ({"chat_template_kwargs": {"enable_thinking": 10**400}}, "chat_template_kwargs", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": float("inf")}}]}, "tools[0]", "invalid_value"),
         ({"stop": 1}, "stop", "invalid_type"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 async def test_errors_name_the_field(fields: dict[str, object], param: str, code: str, service: OpenAIService) -> None:
-    async with httpx2.AsyncClient(base_url=service.url) as client:
+    async with json_client(service.url) as client:
         error = error_of(await client.post(URL, content=body(**fields)), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (CompletionBody, "prompt", [-1] * 500_000),
+        (CompletionBody, "prompt", [[]] * 500_000),
+        (ChatBody, "messages", [1] * 500_000),
+        (ChatBody, "stop", [1] * 500_000),
+    ],
+)
+def test_a_body_has_one_error_for_all_elements_of_a_list(kind: type[GenerationBody], field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": MODEL, field: value})
+    assert caught.value.error_count() <= 5  # one for each alternative of a union
 
 
 async def test_routes_methods_and_sizes_are_checked() -> None:
     async with (
         openai_service({"max_body_bytes": 1000}) as service,
-        httpx2.AsyncClient(base_url=service.url) as client,
+        json_client(service.url) as client,
     ):
         error_of(await client.get("/v2"), 404)
         error_of(await client.get("/v1/models/"), 404)
         error_of(await client.get(URL), 405)
+        for kind in ("", "text/plain", "application/x-www-form-urlencoded"):  # what pages of other sites can send
+            refused = await client.post(URL, content=body(), headers={"content-type": kind})
+            assert error_of(refused, 415)["code"] == "unsupported_media_type"
+        assert (await client.options(URL, headers={"origin": "http://x"})).status_code == 405
         assert "1000 bytes" in error_of(await client.post(URL, content=b"x" * 1001), 413)["message"]
 
         async def pieces() -> object:
@@ -97,7 +127,8 @@ async def test_a_body_that_does_not_arrive_times_out() -> None:
     async with openai_service({"receive_seconds": 0.1}) as service:
         host, port = service.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST {URL} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 9\r\n\r\n{{".encode())
+        writer.write(f"POST {URL} HTTP/1.1\r\nhost: {host}\r\n".encode())
+        writer.write(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
         writer.close()
         await writer.wait_closed()
@@ -106,7 +137,7 @@ async def test_a_body_that_does_not_arrive_times_out() -> None:
 async def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
     async with (
         openai_service(max_num_seqs=1, queue_size=1) as service,
-        httpx2.AsyncClient(base_url=service.url) as client,
+        json_client(service.url) as client,
     ):
         service.coordinator.target.open.clear()
         waiting = [asyncio.create_task(client.post(URL, content=body(max_tokens=1))) for _ in range(2)]
@@ -121,7 +152,7 @@ async def test_a_full_queue_is_429_with_the_time_to_wait() -> None:
 async def test_without_a_coordinator_requests_are_503() -> None:
     async with (
         openai_server(free_address()) as (_, url),
-        httpx2.AsyncClient(base_url=url) as client,
+        json_client(url) as client,
     ):
         response = await client.post(URL, content=body())
         error = error_of(response, 503)
@@ -132,17 +163,17 @@ async def test_without_a_coordinator_requests_are_503() -> None:
 async def test_a_request_above_the_coordinators_limit_is_413() -> None:
     async with (
         openai_service(max_request_bytes=2000) as service,
-        httpx2.AsyncClient(base_url=service.url) as client,
+        json_client(service.url) as client,
     ):
         long = [{"role": "user", "content": "x" * 3000}]
         error_of(await client.post(URL, content=body(messages=long)), 413)
 
 
-async def test_requests_wait_for_no_model() -> None:
+async def test_requests_do_not_wait_for_a_model() -> None:
     async with (
         serving(with_target=False, served_model_name=MODEL) as coordinator,
         openai_server(coordinator.address) as (_, url),
-        httpx2.AsyncClient(base_url=url) as client,
+        json_client(url) as client,
     ):
         for response in (await client.post(URL, content=body()), await client.get("/v1/models")):
             error_of(response, 503)
@@ -150,7 +181,7 @@ async def test_requests_wait_for_no_model() -> None:
 
 
 async def test_health_and_metrics_need_no_token() -> None:
-    async with openai_service() as service, httpx2.AsyncClient(base_url=service.url) as client:
+    async with openai_service() as service, json_client(service.url) as client:
         assert (await client.get("/health")).status_code == 200
         await client.post(URL, content=body(max_tokens=1, stream=True))
         metrics = (await client.get("/metrics")).text

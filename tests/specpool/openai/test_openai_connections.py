@@ -1,7 +1,9 @@
 """Clients that disconnect, clients that stop reading, many streams at once, and the drain."""
 
 import asyncio
+import gc
 import json
+import logging
 import socket
 from typing import Any
 
@@ -60,11 +62,11 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
-        # More than all buffers on the way hold.
+        # More than all buffers on the way can hold.
         large = {"n": 16, "temperature": 1, "logprobs": True, "top_logprobs": 20}
         body = json.dumps({**endless(), **large, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await reader.readexactly(1)
         answers = [await service.client.chat.completions.create(**OPTIONS, max_tokens=8) for _ in range(8)]
         assert all(answer.usage.completion_tokens == 8 for answer in answers)
@@ -72,7 +74,7 @@ async def test_a_client_that_does_not_read_pauses_only_itself() -> None:
         await service.coordinator.until(lambda info: info.counters.finished["abort"] == 16)
         await service.coordinator.until_idle()
         # The system closes the unread connection.
-        registry, labels = service.server.front.metrics.registry, {"route": "/v1/chat/completions"}
+        registry, labels = service.server.handlers.metrics.registry, {"route": "/v1/chat/completions"}
         await until(lambda: registry.get_sample_value("specpool:http_requests_in_progress", labels) == 0)
         writer.close()
 
@@ -93,10 +95,11 @@ async def test_many_streams_run_at_once() -> None:
         assert await asyncio.gather(*streams) == ["Hello"] * 200
 
 
-async def test_errors_after_the_first_event_end_the_stream() -> None:
+@pytest.mark.parametrize("prompts", [1, 4])
+async def test_errors_after_the_first_event_end_the_stream(prompts: int, caplog: pytest.LogCaptureFixture) -> None:
     async with openai_service(num_speculative_tokens=0, stream_stall_seconds=60.0) as service:
-        chunks = await service.client.chat.completions.create(
-            **OPTIONS, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        chunks = await service.client.completions.create(
+            model=MODEL, prompt=["Hi"] * prompts, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
         )
         await anext(aiter(chunks))
         await service.coordinator.target.stop()
@@ -106,9 +109,20 @@ async def test_errors_after_the_first_event_end_the_stream() -> None:
             async for _ in chunks:
                 pass
         await stopping
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
-async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
+async def test_the_first_error_ends_all_prompts() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()  # the first prompt has no answer
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            await service.client.completions.create(model=MODEL, prompt=["Hi", ""], timeout=10)
+        service.coordinator.target.open.set()
+        await service.coordinator.until_idle()
+
+
+async def test_the_drain_finishes_requests_and_then_ends_the_rest() -> None:
     target = ScriptedTarget("x" * 5000)
     async with (
         openai_service({"drain_seconds": 0.3}, target=target) as service,
@@ -124,14 +138,15 @@ async def test_the_drain_finishes_requests_and_ends_the_rest() -> None:
         await response.aclose()
 
 
-async def test_connections_are_limited() -> None:
+async def test_connections_are_limited_except_for_probes() -> None:
     async with (
         openai_service({"max_connections": 1}) as service,
         httpx2.AsyncClient(base_url=service.url) as first,
         httpx2.AsyncClient(base_url=service.url) as second,
     ):
         response, _ = await read_first(first)
-        assert (await second.get("/health")).status_code == 503
+        statuses = [(await second.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")]
+        assert statuses == [503, 200, 200]
         await response.aclose()
 
 
@@ -147,3 +162,89 @@ async def test_the_head_of_a_request_must_arrive_in_time(
         assert (await reader.read()).startswith(status)
         writer.close()
         await writer.wait_closed()
+
+
+async def connect(service: OpenAIService, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    return reader, writer
+
+
+async def test_the_rest_of_a_refused_body_must_arrive_in_time(
+    service: OpenAIService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpool.openai.protocol.HEAD_SECONDS", 0.2)
+    reader, writer = await connect(service, b"POST /v2 HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+    writer.write(b"x")
+    async with asyncio.timeout(10):  # less than an idle connection has
+        await reader.read()
+    writer.close()
+
+
+async def test_invalid_http_is_refused_in_openais_form(
+    service: OpenAIService, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunked = b"POST /v2 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for sent in (b"?\r\n\r\n", chunked + b"?\r\n"):
+        reader, writer = await connect(service, sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        writer.close()
+    reader, writer = await connect(service, chunked)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+    writer.write(b"?\r\n")  # after the answer
+    await reader.read()
+    writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_probes_are_answered_beyond_the_limit_on_connections() -> None:
+    async with openai_service({"max_connections": 2}) as service:
+        held = [await connect(service, b"") for _ in range(2)]
+        async with httpx2.AsyncClient(base_url=service.url) as client:
+            statuses = {path: (await client.get(path)).status_code for path in ("/v1/models", "/health", "/metrics")}
+        assert statuses == {"/v1/models": 503, "/health": 200, "/metrics": 200}
+        for _, writer in held:
+            writer.close()
+
+
+async def test_connections_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.openai.server.REFUSED_CONNECTIONS", 1)
+    head = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with openai_service({"max_connections": 1}) as service:
+        first, *others = [await connect(service, b"") for _ in range(3)]
+        assert await others[1][0].read() == b""
+        others[0][1].write(head)
+        answer = await others[0][0].read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "too many connections"
+        first[1].write(head)
+        assert (await first[0].readline()).startswith(b"HTTP/1.1 200 ")
+        for _, writer in (first, *others):
+            writer.close()
+
+
+async def test_clients_read_why_a_large_body_is_refused() -> None:
+    async with openai_service({"max_body_bytes": 1000}) as service:
+        with pytest.raises(openai.APIStatusError, match="more than 1000 bytes"):
+            await service.client.completions.create(model=MODEL, prompt="x" * 2**24)
+
+
+async def test_a_client_that_disconnects_after_a_pipelined_request_frees_its_slots() -> None:
+    async with openai_service(target=RecordingTarget()) as service:
+        service.coordinator.target.open.clear()
+        body = json.dumps(endless()).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n".encode()
+        _, writer = await connect(service, head + body)
+        await service.coordinator.until(lambda info: info.running)
+        writer.write(b"GET ")
+        [connection] = [each for each in service.server._uvicorn.server_state.connections if each.cycle is not None]
+        await until(lambda: connection.conn.trailing_data[0])
+        writer.close()
+        await service.coordinator.until(lambda info: not info.running)
+        service.coordinator.target.open.set()
