@@ -7,6 +7,7 @@ from specpool.cli.processes import WRONG_SETTINGS, ProcessFailedError, Service, 
 from specpool.cli.up_security import SecureUpSettings
 from specpool.cli.up_settings import UpSettings
 from specpool.environment.extras import explain_missing
+from specpool.openai.settings import HTTP_PORT
 from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address, split_address
 
@@ -24,7 +25,12 @@ def http_services(settings: UpSettings, coordinator: Service) -> list[Service]:
     If its packages are missing, logs a warning, or raises ProcessFailedError if the port was given explicitly. Also
     raises ProcessFailedError if the port cannot be used.
     """
-    if not isinstance(settings, SecureUpSettings) or settings.api_port is None:
+    if not isinstance(settings, SecureUpSettings):
+        return []
+    if settings.api_port is None:
+        if settings.http_port is None and not settings.allowed_names:
+            reason = f"--host {settings.host} is beyond the loopback interface; --http-port {HTTP_PORT} starts it"
+            log.warning("OpenAI's API over HTTP is off, because %s", reason)
         return []
     if (problem := explain_missing("http")) is not None:
         if settings.http_port is not None:

@@ -102,5 +102,5 @@ def _without_text(record: logging.LogRecord, lines: int, size: int) -> logging.L
 
 def _with_count(record: logging.LogRecord, dropped: int) -> logging.LogRecord:
     shown = logging.makeLogRecord(record.__dict__)
-    shown.msg, shown.args = f"{record.getMessage()} (and {dropped} lines like it)", ()
+    shown.msg, shown.args = f"{record.getMessage()} (and {dropped} more like it)", ()
     return shown

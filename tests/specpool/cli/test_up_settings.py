@@ -408,6 +408,13 @@ def test_missing_http_packages_are_named(monkeypatch: pytest.MonkeyPatch, caplog
         http_server(monkeypatch, "starlette", http_port=9000)
 
 
+def test_up_says_why_there_is_no_http_server(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert http_server(monkeypatch, http_port=0) == []
+    assert not caplog.text
+    assert http_server(monkeypatch, host="0.0.0.0") == []
+    assert "off, because --host 0.0.0.0 is beyond the loopback interface; --http-port 8000 starts it" in caplog.text
+
+
 def test_a_port_in_use_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
