@@ -44,7 +44,8 @@ class Link(AsyncConnected):
         """Requests of this server at the coordinator."""
         self._info: pb.GetModelInfoResponse | None = None
         self._info_until = 0.0
-        self._fault = ""
+        self._fault: str | None = None
+        """What gRPC said when the coordinator was last unreachable."""
         self._watching = asyncio.create_task(self._watch())
 
     @asynccontextmanager
@@ -100,17 +101,17 @@ class Link(AsyncConnected):
                     async for response in stub.Watch(health_pb2.HealthCheckRequest()):
                         self._set_serving(response.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.RpcError as error:
-                fault = str(await async_failure(error, self._connector))
-                if fault != self._fault:
-                    log.warning("coordinator %s is unreachable: %s", self.address, fault)
-                self._fault = fault
+                if error.details() != self._fault:
+                    reason = await async_failure(error, self._connector)  # connects to find it
+                    log.warning("coordinator %s is unreachable: %s", self.address, reason)
+                self._fault = error.details()
             self.is_serving = False
             await asyncio.sleep(RETRY_SECONDS)
 
     def _set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
             log.info("coordinator %s %s", self.address, "serves" if is_serving else "does not serve")
-        self.is_serving, self._fault = is_serving, ""
+        self.is_serving, self._fault = is_serving, None
 
 
 class Coordinators:
