@@ -8,7 +8,7 @@ from specpool.environment.process import package_version
 SUMMARIES = {
     "up": "Serve a pair on this machine: coordinator, draft and target workers. Default: the embedded pair.",
     "generate": "Generate text for a PROMPT, for each line of a JSONL file, or for standard input.",
-    "top": "Show a live view of a server: window, acceptance, groups, workers and rates. Ctrl-C exits.",
+    "top": "Show a live view of a server: workers, window, speculation, rates and rounds. Ctrl-C exits.",
     "demo": "Run prompts with and without speculation, and compare the results. Default: the embedded pair.",
     "distill": "Train a small draft on dialogues that its target generates, and round its weights to 4 bits.",
     "plan": "Measure a pair and predict its speed by batch and draft length.",

@@ -15,10 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.examples import Dialogues, Example, TargetStates, atomic_write, batches
 from specpool.distill.feature_student import FeatureStudent, check_feature_target
-from specpool.distill.preparation import console, dialogue_files, generate_dialogues, progress_bar, read_target
+from specpool.distill.preparation import dialogue_files, generate_dialogues, read_target
+from specpool.distill.progress import console, counting
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
-from specpool.distill.settings import PROGRAM, DistillSettings, load_settings
+from specpool.distill.settings import CALIBRATION_DIALOGUES, INT8_FILE, PROGRAM, DistillSettings, load_settings
 from specpool.distill.student import FEATURE_LAYERS, Student, check_target, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, agreement, distillation_loss, drop_states, learning_rate
 from specpool.engine.config.devices import pick_device
@@ -32,9 +33,7 @@ from specpool.engine.weights.quantized import Weight
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 
-INT8_FILE, ROUNDED_FILE = "draft.safetensors", "draft-4bit.safetensors"
-CALIBRATION_DIALOGUES = 512
-"""Maximum number of dialogues that calibrate the rounding to 4 bits."""
+ROUNDED_FILE = "draft-4bit.safetensors"
 MAX_LOSS = 0.005
 """Agreement that 4-bit weights may lose compared with int8."""
 FITTED_DIALOGUES = 160
@@ -67,13 +66,14 @@ def distill(settings: DistillSettings) -> None:
         if not all(0 < layer <= config.num_hidden_layers for layer in feature_layers):
             raise ValueError(f"must be from 1 to {config.num_hidden_layers}, the number of the target's layers")
     with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
-        if settings.initial is not None:
-            initial = load_trained(settings.initial)
+        if (file := settings.draft_to_continue) is not None:
+            initial = load_trained(file)
             check_weights(initial, config)
             if FEATURE_LAYERS in initial and settings.kind != "feature":
-                raise ValueError(f"{settings.initial} is a feature draft, which needs --kind feature")
-    with naming(PROGRAM, "output", ValueError):
-        checkpoint_of(settings, layers, feature_layers).check()
+                raise ValueError(f"{file} is a feature draft, which needs --kind feature")
+    if settings.epochs:
+        with naming(PROGRAM, "output", ValueError):
+            checkpoint_of(settings, layers, feature_layers).check()
     generate_dialogues(settings, target)
     train(settings, target, layers, feature_layers)
 
@@ -90,7 +90,8 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
     """Numbers of the target's layers after which the draft reads states; empty for a causal draft."""
     if settings.kind == "causal":
         return []
-    if settings.initial is not None and FEATURE_LAYERS in (initial := load_trained(settings.initial)):
+    file = settings.draft_to_continue
+    if file is not None and FEATURE_LAYERS in (initial := load_trained(file)):
         layers: list[int] = initial[FEATURE_LAYERS].tolist()
         return layers
     if settings.feature_layers is not None:
@@ -127,11 +128,11 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
     checkpoint = checkpoint_of(settings, layers, feature_layers)
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens)) if settings.epochs else 0
-    step, began = checkpoint.load(student, optimizer), time.monotonic()
+    step, began = checkpoint.load(student, optimizer) if steps else 0, time.monotonic()
     rng = random.Random(settings.seed + step)
-    console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps, starting at {step:,}")
-    with progress_bar() as progress:
-        task = progress.add_task("training", total=steps, completed=step)
+    if steps:
+        console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps, starting at {step:,}")
+    with counting("training", "steps", steps, step) as counter:
         while step < steps:
             for plain_batch in batches(examples, settings.batch_tokens, rng):
                 for group in optimizer.param_groups:
@@ -145,10 +146,10 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)
                 optimizer.step()
                 step += 1
-                progress.update(task, completed=step, description=f"training, loss {loss.item():.3f}")
+                counter.advance(f", loss {loss.item():.3f}")
                 if step % settings.evaluate_every == 0 or step == steps:
                     seconds = time.monotonic() - began
-                    progress.console.print(f"step {step:,}, {seconds:,.0f} s: {evaluation(student, held_out)}")
+                    console.print(f"step {step:,}, {seconds:,.0f} s: {evaluation(student, held_out)}")
                     checkpoint.save(student, optimizer, step)
                     save(settings.output / INT8_FILE, student.trained())
                 if step == steps:
@@ -174,7 +175,7 @@ def export(
         rounded.unlink()
     folder = settings.output / "model"
     save_draft(folder, target, load_compact(rounded if lost <= MAX_LOSS else compact))
-    console.print(f"specpool up --target {target} --draft {folder}", soft_wrap=True)  # a line to copy
+    console.print(f"specpool up --target {target} --draft {folder}")
 
 
 def save(file: Path, trained: Mapping[str, Weight]) -> None:
@@ -193,7 +194,8 @@ def student_of(
     settings: DistillSettings, model: PreTrainedModel, layers: list[int], states: TargetStates, examples: list[Example]
 ) -> Student:
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
-    initial = None if settings.initial is None else load_trained(settings.initial)
+    file = settings.draft_to_continue
+    initial = None if file is None else load_trained(file)
     if initial is not None:
         layers, output_ids = list(range(count_layers(initial))), initial["output_ids"].long()
     else:

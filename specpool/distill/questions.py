@@ -5,7 +5,7 @@ as in speculative decoding.
 """
 
 import random
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,17 +80,23 @@ class Beginning:
 
     token_ids: list[int]
     question_start: int
+    noise_seed: int
+    """Seed of the question's sampled tokens."""
     answer_start: int | None = None
     """Where the answer starts; None: the target completes the question first."""
 
 
 class Questions:
-    """Begins dialogues: with a question that the target completes, or with a task on its earlier answers."""
+    """Begins dialogues: with a question that the target completes, or with a task on its earlier answers.
+
+    A beginning depends only on the seed, the number of the dialogue, and answers of dialogues with lower numbers.
+    """
 
     def __init__(self, template: ChatTemplate, seed: int, limits: Limits | None = None) -> None:
         self.template, self.limits = template, limits or Limits()
-        self._rng = random.Random(seed)
-        self._texts: deque[list[int]] = deque(maxlen=NUM_TEXTS)
+        self._seed = seed
+        self._texts: dict[int, array[int]] = {}
+        """By number of the dialogue."""
         self._openings = [template.encode(opening) for opening in OPENINGS]
         self._tasks = [template.encode(f"{task}\n\n") for task in TASKS]
         self._separator = template.encode("\n\n")
@@ -102,23 +108,31 @@ class Questions:
         turns = len(self.template.before_question) + question + len(self.template.before_answer)
         return turns + self.limits.max_answer
 
-    def begin(self) -> Beginning:
-        tokens = list(self.template.before_question)
+    def begin(self, number: int, attempt: int, num_answered: int) -> Beginning:
+        """Begin a dialogue. `attempt`: earlier questions were too short or too long.
+
+        `num_answered`: tasks refer to answers of the dialogues before this one, which must be known.
+        """
+        rng = random.Random(f"{self._seed} {number} {attempt}")
+        tokens, noise_seed = list(self.template.before_question), rng.getrandbits(32)
         question_start = len(tokens)
-        if self._texts and self._rng.random() < TASK_SHARE:
-            tokens += [*self._rng.choice(self._tasks), *self._some_texts(), *self.template.before_answer]
-            return Beginning(tokens, question_start, len(tokens))
-        if self._rng.random() < OPENING_SHARE:
-            tokens += self._rng.choice(self._openings)
-        return Beginning(tokens, question_start)
+        texts = range(max(0, num_answered - NUM_TEXTS), max(0, num_answered))
+        if texts and rng.random() < TASK_SHARE:
+            tokens += [*rng.choice(self._tasks), *self._some_texts(texts, rng), *self.template.before_answer]
+            return Beginning(tokens, question_start, noise_seed, len(tokens))
+        if rng.random() < OPENING_SHARE:
+            tokens += rng.choice(self._openings)
+        return Beginning(tokens, question_start, noise_seed)
 
-    def take_answer(self, token_ids: Sequence[int]) -> None:
+    def take_answer(self, number: int, token_ids: Sequence[int]) -> None:
         """Keep an answer as a text for tasks."""
-        self._texts.append([token for token in token_ids if token not in self.template.ends][:MAX_TEXT])
+        text = [token for token in token_ids if token not in self.template.ends]
+        self._texts[number] = array("I", text[:MAX_TEXT])
 
-    def _some_texts(self) -> list[int]:
-        count = self._rng.choice(TEXTS_OF_A_TASK)
+    def _some_texts(self, numbers: range, rng: random.Random) -> list[int]:
+        count = rng.choice(TEXTS_OF_A_TASK)
         joined: list[int] = []
-        for text in self._rng.sample(self._texts, min(count, len(self._texts))):
+        for number in rng.sample(numbers, min(count, len(numbers))):
+            text = self._texts[number]
             joined += [*self._separator, *text] if joined else text
         return joined[:MAX_TEXTS]

@@ -4,6 +4,7 @@ Draft tokens do not change greedy text, so one pass of the draft is enough to re
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 # Numbers of draft tokens for which the mean acceptance length is reported.
 REPORTED_K = (1, 2, 3, 4, 5)
@@ -11,6 +12,21 @@ REPORTED_K = (1, 2, 3, 4, 5)
 Agreed = Sequence[Sequence[Sequence[bool]]]
 """By draft step and answer: which tokens the draft predicts. The last step stands for all after it, so that a draft
 whose steps do not differ has one."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A draft's predictions of an answer's tokens, by draft step. The last step stands for all after it."""
+
+    agreed: Sequence[Sequence[bool]]
+    """Whether the draft predicts each token."""
+    confidences: Sequence[Sequence[float]]
+    """The draft's probability of its own choice at each token; 0 where an earlier step is wrong."""
+
+    def at(self, position: int, step: int) -> tuple[bool, float]:
+        """Whether a draft step predicts the token at this position of the answer, and the confidence."""
+        step = min(step, len(self.agreed) - 1)
+        return self.agreed[step][position], self.confidences[step][position]
 
 
 def agreement_rate(agreed: Sequence[Sequence[bool]]) -> float:

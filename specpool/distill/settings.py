@@ -11,6 +11,9 @@ from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
 
 PROGRAM = "specpool distill"
+INT8_FILE = "draft.safetensors"
+CALIBRATION_DIALOGUES = 512
+"""Maximum number of dialogues that calibrate the rounding to 4 bits."""
 NUMBERS = r"^\d{1,4}(,\d{1,4})*$"
 
 DraftKind = Literal["causal", "feature"]
@@ -22,8 +25,14 @@ class DistillSettings(Settings):
 
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
-    dialogues: int = Field(20_000, ge=64, description="number of dialogues to generate, in files of 256")
-    held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
+    dialogues: int = Field(
+        20_000, ge=64, description="number of dialogues to generate, at least 64; they are saved after every 16"
+    )
+    held_out: int = Field(
+        200,
+        ge=8,
+        description="dialogues for evaluation, not for training; at least 8, and fewer than --dialogues",
+    )
     max_sequences: int | None = Field(
         None, ge=1, description="dialogues generated at a time; default: 48, or up to 2,048 on a GPU"
     )
@@ -45,12 +54,15 @@ class DistillSettings(Settings):
         "default: a third, two thirds and all of them",
     )
     output_tokens: int = Field(
-        16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
+        16_384, ge=256, description="number of tokens that the draft can propose, at least 256: the most frequent ones"
     )
     epochs: float = Field(
-        4.0, ge=0, le=10_000, description="passes over the dialogues; 0 only rounds the weights of --initial again"
+        4.0,
+        ge=0,
+        le=10_000,
+        description="passes over the dialogues; 0 only rounds --initial, or the draft that --output has, to 4 bits",
     )
-    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
+    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step, at least 64")
     peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
     precision: Precision = Field(
@@ -60,10 +72,24 @@ class DistillSettings(Settings):
     device: str = Field("cpu", description="device of target and draft")
     log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
+    @property
+    def draft_to_continue(self) -> Path | None:
+        """The trained draft to start from. Without epochs, it can be that of an earlier run."""
+        if self.epochs == 0 and self.initial is None and (self.output / INT8_FILE).is_file():
+            return self.output / INT8_FILE
+        return self.initial
+
+    @property
+    def num_dialogues(self) -> int:
+        """Dialogues to generate. Without epochs, only the calibration and the evaluation need some."""
+        needed = self.held_out + CALIBRATION_DIALOGUES
+        return self.dialogues if self.epochs else min(self.dialogues, needed)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.epochs == 0 and self.initial is None:
-            raise ValueError("epochs: 0 needs --initial, a draft to round")
+        if self.epochs == 0 and not self.draft_to_continue:
+            missing = self.output / INT8_FILE
+            raise ValueError(f"epochs: 0 only rounds a draft; give --initial, because {missing} does not exist")
         if self.feature_layers is not None and self.kind != "feature":
             raise ValueError("feature_layers: needs --kind feature")
         if self.held_out >= self.dialogues:

@@ -3,15 +3,15 @@
 A step reads and writes only tensors on the device. The host replays steps, takes finished dialogues, and begins others.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from specpool.distill.agenda import Agenda, exponential_noise
 from specpool.distill.examples import TOP, Example
-from specpool.distill.questions import QUESTION_TOP, Questions
+from specpool.distill.questions import QUESTION_TOP, Beginning, Questions
 from specpool.distill.static_decoder import StaticDecoder
 from specpool.engine.passes.gpu.graphs import CudaGraphs
 
@@ -25,7 +25,7 @@ ASKING = 0
 class StaticWriter:
     """Generates dialogues in a fixed number of sequences."""
 
-    def __init__(self, model: PreTrainedModel, questions: Questions, seed: int, sequences: int) -> None:
+    def __init__(self, model: PreTrainedModel, questions: Questions, sequences: int) -> None:
         """RuntimeError: the device has too little memory, or a graph cannot hold the step."""
         self._questions, self._limits = questions, questions.limits
         length, answer, device = questions.max_length, questions.limits.max_answer, model.device
@@ -44,8 +44,7 @@ class StaticWriter:
         )
         self._position, self._known, self._question_start, self._answer_start, self._state = (zeros() for _ in range(5))
         """Position of the input token, number of known tokens, starts of question and answer, and status."""
-        self._noise = zeros(QUESTION_TOP, dtype=torch.float32)
-        self._rng = torch.Generator(device).manual_seed(seed)
+        self._noise_seed = zeros()
         self._graphs: CudaGraphs | None = None
         self._replay: Callable[[], object] = self._step
         if device.type == "cuda":
@@ -53,25 +52,33 @@ class StaticWriter:
                 self._step()  # compiles kernels
                 self._graphs = CudaGraphs()
                 self._replay, _ = self._graphs(self._step)
-        self._begin(list(range(sequences)))
-        self._finished = self._run()
+        self._state.fill_(DISCARDED)
 
-    def write(self, dialogues: int) -> Iterator[Example]:
-        """Generate this number of dialogues; yield each when it ends."""
-        return islice(self._finished, dialogues)
-
-    def _run(self) -> Iterator[Example]:
+    def write(self, numbers: Iterable[int], lag: int) -> Iterator[tuple[int, Example]]:
+        """See `Writer.write`."""
+        agenda = Agenda(numbers, lag)
+        running: dict[int, tuple[int, int]] = {}
+        """By row: number and attempt of its dialogue."""
         while True:
-            for _ in range(STEPS):
-                self._noise.exponential_(generator=self._rng)
-                self._replay()
             states = self._state.tolist()
-            finished = [row for row, state in enumerate(states) if state == FINISHED]
-            if finished:
-                yield from self._take(finished)
-            ended = [row for row, state in enumerate(states) if state != RUNNING]
-            if ended:
-                self._begin(ended)
+            begun = {row: (running[row][0], running[row][1] + 1) for row in running if states[row] == DISCARDED}
+            if finished := [row for row in running if states[row] == FINISHED]:
+                for row, example in zip(finished, self._take(finished), strict=True):
+                    number, _ = running.pop(row)
+                    self._questions.take_answer(number, example.token_ids[example.answer_start :].tolist())
+                    agenda.end(number)
+                    yield number, example
+            for row in (row for row in range(len(states)) if row not in running):
+                if (following := agenda.take()) is None:
+                    break
+                begun[row] = following, 0
+            running |= begun
+            if not running:
+                return
+            if begun:
+                self._begin([*begun], [self._questions.begin(*each, each[0] - lag) for each in begun.values()])
+            for _ in range(STEPS):
+                self._replay()
 
     def _take(self, rows: list[int]) -> Iterator[Example]:
         """The finished dialogues in these rows."""
@@ -79,18 +86,18 @@ class StaticWriter:
         rows_of_each = [each[rows].cpu() for each in tensors]
         for token_ids, top_ids, top_logprobs, length, start in zip(*rows_of_each, strict=True):
             tokens, answer = token_ids[:length].clone(), slice(int(length - start))
-            self._questions.take_answer(tokens[start:].tolist())
             yield Example(tokens, int(start), top_ids[answer].clone(), top_logprobs[answer].clone())
+        self._state[rows] = DISCARDED
 
-    def _begin(self, rows: list[int]) -> None:
+    def _begin(self, rows: list[int], beginnings: Sequence[Beginning]) -> None:
         """Begin a dialogue in each of these rows."""
-        beginnings = [self._questions.begin() for _ in rows]
         tokens = pad_sequence([torch.tensor(each.token_ids) for each in beginnings], batch_first=True)
         at, device = torch.tensor(rows), self._token_ids.device
         self._token_ids[at, : tokens.shape[1]] = tokens.to(device)
         self._known[at] = torch.tensor([len(each.token_ids) for each in beginnings], device=device)
         self._question_start[at] = torch.tensor([each.question_start for each in beginnings], device=device)
         self._answer_start[at] = torch.tensor([each.answer_start or ASKING for each in beginnings], device=device)
+        self._noise_seed[at] = torch.tensor([each.noise_seed for each in beginnings], device=device)
         self._position[at], self._state[at] = 0, RUNNING
 
     @torch.no_grad()
@@ -101,7 +108,8 @@ class StaticWriter:
         logits = self._decoder.step(token_ids, position).float()
         best, ids = logits.topk(QUESTION_TOP)
         asking = self._answer_start == ASKING
-        sampled = ids.gather(1, (best - self._noise.log()).argmax(-1, keepdim=True))[:, 0]
+        noise = exponential_noise(self._noise_seed, next_position, QUESTION_TOP)
+        sampled = ids.gather(1, (best - noise.log()).argmax(-1, keepdim=True))[:, 0]
         chosen = torch.where(asking, sampled, ids[:, 0])
         ends, appends = self._is_end[chosen], (self._state == RUNNING) & (next_position == self._known)
         asks, answers = appends & asking, appends & ~asking

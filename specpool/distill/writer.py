@@ -1,11 +1,11 @@
 """Generates dialogues in all slots of an engine at once."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 
+from specpool.distill.agenda import Agenda, exponential_noise
 from specpool.distill.examples import TOP, Example
 from specpool.distill.questions import QUESTION_TOP, Beginning, Questions
 from specpool.engine.cache.spans import Span
@@ -19,13 +19,17 @@ class _Dialogue:
     token_ids: list[int]
     question_start: int
     answer_start: int | None
+    noise_seed: int = 0
+    number: int = 0
+    attempt: int = 0
     num_cached_tokens: int = 0
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, beginning: Beginning) -> "_Dialogue":
-        return cls(beginning.token_ids, beginning.question_start, beginning.answer_start)
+    def of(cls, beginning: Beginning, number: int, attempt: int) -> "_Dialogue":
+        starts = beginning.question_start, beginning.answer_start
+        return cls(beginning.token_ids, *starts, beginning.noise_seed, number, attempt)
 
     def finished(self) -> Example:
         assert self.answer_start is not None
@@ -36,39 +40,57 @@ class _Dialogue:
 class Writer:
     """Generates dialogues with an engine, which needs `questions.max_length` positions for each."""
 
-    def __init__(self, engine: Engine, questions: Questions, seed: int) -> None:
+    def __init__(self, engine: Engine, questions: Questions) -> None:
         self._engine, self._questions = engine, questions
         self._template, self._limits = questions.template, questions.limits
-        self._rng = torch.Generator().manual_seed(seed)
-        self._running: dict[int, _Dialogue] = {}
-        self._finished = self._run(map(_Dialogue.of, iter(questions.begin, None)))
+        self._lag = 0
 
-    def write(self, dialogues: int) -> Iterator[Example]:
-        """Generate this number of dialogues; yield each when it ends."""
-        return islice(self._finished, dialogues)
+    def write(self, numbers: Iterable[int], lag: int) -> Iterator[tuple[int, Example]]:
+        """Generate the dialogues with these numbers, ascending; yield each with its number when it ends.
+
+        `lag`: of the agenda. Answers of other dialogues before them must be known.
+        """
+        agenda, self._lag = Agenda(numbers, lag), lag
+
+        def take() -> _Dialogue | None:
+            return None if (number := agenda.take()) is None else self._begin(number)
+
+        for dialogue in self._run(take):
+            example, number = dialogue.finished(), dialogue.number
+            self._questions.take_answer(number, dialogue.token_ids[example.answer_start :])
+            agenda.end(number)
+            yield number, example
 
     def answer(self, prompts: Iterable[Sequence[int]]) -> Iterator[Example]:
         """Answer prompts, each given as all tokens before its answer; yield each dialogue when it ends."""
-        return self._run(_Dialogue(list(tokens), 0, len(tokens)) for tokens in prompts)
+        waiting = (_Dialogue(list(tokens), 0, len(tokens)) for tokens in prompts)
+        for dialogue in self._run(lambda: next(waiting, None)):
+            yield dialogue.finished()
 
-    def _run(self, waiting: Iterator[_Dialogue]) -> Iterator[Example]:
+    def _begin(self, number: int, attempt: int = 0) -> _Dialogue:
+        return _Dialogue.of(self._questions.begin(number, attempt, number - self._lag), number, attempt)
+
+    def _run(self, take: Callable[[], _Dialogue | None]) -> Iterator[_Dialogue]:
+        running: dict[int, _Dialogue] = {}
         while True:
-            free = [slot for slot in range(self._engine.slots.total) if slot not in self._running]
-            self._running.update(zip(free, waiting, strict=False))
-            if not self._running:
+            for slot in (slot for slot in range(self._engine.slots.total) if slot not in running):
+                if (dialogue := take()) is None:
+                    break
+                running[slot] = dialogue
+            if not running:
                 return
-            yield from self._step()
+            yield from self._step(running)
 
     @torch.inference_mode()
-    def _step(self) -> Iterator[Example]:
-        """Append a token to every dialogue; yield the dialogues with a complete answer."""
-        dialogues = self._running
+    def _step(self, dialogues: dict[int, _Dialogue]) -> Iterator[_Dialogue]:
+        """Append a token to every dialogue; yield the dialogues with a complete answer. `dialogues`: by slot."""
         spans = [
             Span(slot, d.num_cached_tokens, d.token_ids[d.num_cached_tokens :], 1) for slot, d in dialogues.items()
         ]
         logits = self._engine.head.over_vocabulary(self._engine.forward(spans)).cpu()
         asking = torch.tensor([dialogue.answer_start is None for dialogue in dialogues.values()])
-        sampled = iter(self._sample(logits[asking]) if asking.any() else [])
+        questions = [dialogue for dialogue in dialogues.values() if dialogue.answer_start is None]
+        sampled = iter(self._sample(logits[asking], questions) if questions else [])
         top_logits, top_ids = logits[~asking].topk(TOP)
         top_logprobs = top_logits - logits[~asking].logsumexp(-1, keepdim=True)
         candidates = iter(zip(top_ids.int(), top_logprobs.half(), top_ids[:, 0].tolist(), strict=True))
@@ -76,7 +98,7 @@ class Writer:
             dialogue.num_cached_tokens = len(dialogue.token_ids)
             if dialogue.answer_start is None:
                 if not self._extend_question(dialogue, next(sampled)):
-                    del dialogues[slot]
+                    dialogues[slot] = self._begin(dialogue.number, dialogue.attempt + 1)
                 continue
             ids, logprobs, token = next(candidates)
             dialogue.top_ids.append(ids)
@@ -84,8 +106,7 @@ class Writer:
             dialogue.token_ids.append(token)
             if token in self._template.ends or len(dialogue.top_ids) == self._limits.max_answer:
                 del dialogues[slot]
-                self._questions.take_answer(dialogue.token_ids[dialogue.answer_start :])
-                yield dialogue.finished()
+                yield dialogue
 
     def _extend_question(self, dialogue: _Dialogue, token: int) -> bool:
         """Append a token to a question, or begin the answer. Return False if the question is too short or too long."""
@@ -97,8 +118,10 @@ class Writer:
         dialogue.answer_start = len(dialogue.token_ids)
         return length >= self._limits.min_question
 
-    def _sample(self, logits: torch.Tensor) -> list[int]:
+    def _sample(self, logits: torch.Tensor, dialogues: Sequence[_Dialogue]) -> list[int]:
+        """The next token of each question, from logits [questions, vocab_size]."""
         best, ids = logits.topk(QUESTION_TOP)
-        noise = -torch.empty_like(best).exponential_(generator=self._rng).log()
-        sampled: list[int] = ids.gather(1, (best + noise).argmax(-1, keepdim=True))[:, 0].tolist()
+        seeds = torch.tensor([dialogue.noise_seed for dialogue in dialogues])
+        noise = exponential_noise(seeds, torch.tensor([len(each.token_ids) for each in dialogues]), QUESTION_TOP)
+        sampled: list[int] = ids.gather(1, (best - noise.log()).argmax(-1, keepdim=True))[:, 0].tolist()
         return sampled

@@ -10,12 +10,12 @@ from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.client import make_request
 from specpool.client.prompts import PromptLine
-from specpool.distill.predictions import agreement_by_step, target_states
-from specpool.distill.replay import Agreed
+from specpool.distill.predictions import predict_answer, target_states
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.run.engine import Engine
 from specpool.planning.progress import Phases
+from specpool.planning.replaying import Recording
 from specpool.protocol.tokenizer import TokenizerFiles
 
 # Minimum to measure, even if that exceeds the time limit.
@@ -93,18 +93,18 @@ def add_states(engine: Engine, answers: Sequence[Answer], layers: Collection[tup
             answer.states[each] = target_states(engine, answer.prompt + answer.token_ids, each)
 
 
-def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> Agreed:
-    """Return, for each token of each answer, whether the draft predicts it from the tokens before it.
+def record_predictions(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> list[Recording]:
+    """Return the answers with the draft's prediction of each token from the tokens before it.
 
     After `seconds`, it stops once MIN_ANSWERS answers are checked.
     """
-    agreed: list[list[list[bool]]] = []
+    recordings: list[Recording] = []
     deadline = time.monotonic() + seconds
     with phases.phase("comparing its predictions with the answers", len(answers)) as report:
         for answer in answers:
-            if len(agreed) >= MIN_ANSWERS and time.monotonic() > deadline:
+            if len(recordings) >= MIN_ANSWERS and time.monotonic() > deadline:
                 break
-            report(f"{len(agreed)} answers")
+            report(f"{len(recordings)} answers")
             tokens, features = answer.prompt + answer.token_ids, engine.loaded.features
             if len(tokens) - 1 > engine.max_model_len:
                 raise UnsupportedModelError(
@@ -115,8 +115,9 @@ def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases:
                 raise UnsupportedModelError(
                     f"reads states of {features.width} numbers; the target's have {states.shape[1]}"
                 )
-            agreed.append(agreement_by_step(engine, tokens, len(answer.prompt), states))
-    return [*zip(*agreed, strict=True)]
+            prediction = predict_answer(engine, tokens, len(answer.prompt), states)
+            recordings.append(Recording(answer.prompt, answer.token_ids, prediction))
+    return recordings
 
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:

@@ -15,8 +15,9 @@ from specpool.environment.extras import explain_missing
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.plausibility import ImplausibleTimesError
 from specpool.planning.prediction import Acceptance, Model, constant_acceptance
-from specpool.planning.report import as_json, helm_values, plan_figure, show
+from specpool.planning.report import as_json, helm_values, plan_figure
 from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.planning.tables import show
 from specpool.protocol.responses import InvalidResponseError, read_worker_info
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.config.settings import naming

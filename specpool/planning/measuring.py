@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
-from specpool.distill.replay import Agreed
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
@@ -24,10 +23,11 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, timed_passes
-from specpool.planning.answers import Answer, PromptError, add_states, agreement, encode_prompts, write_answers
+from specpool.planning.answers import Answer, PromptError, add_states, encode_prompts, record_predictions, write_answers
 from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Model, replay_acceptance
 from specpool.planning.progress import Phases
+from specpool.planning.replaying import Recording
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.worker_info import readable_name
@@ -83,8 +83,8 @@ def _measure_models(
     results = []
     for draft in drafts:
         with naming(PROGRAM, "draft", UnsupportedModelError, OSError):
-            draft_model, agreed = _measure_draft(draft, model, answers, powers_of_two(max_batch), seconds, phases)
-        results.append((draft_model, replay_acceptance(agreed, max_k)))
+            draft_model, recordings = _measure_draft(draft, model, answers, powers_of_two(max_batch), seconds, phases)
+        results.append((draft_model, replay_acceptance(recordings, max_k)))
     return model, results
 
 
@@ -125,12 +125,12 @@ def _measure_draft(
     rows: Sequence[int],
     seconds: float,
     phases: Phases,
-) -> tuple[Model, Agreed]:
+) -> tuple[Model, list[Recording]]:
     engine = _load(options, exact=False, phases=phases)
     if engine.loaded.tokenizer.fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(f"{options.model} uses a different tokenizer than {target.name}")
     model = _measure(engine, rows, phases)
-    return model, agreement(engine, answers, seconds, phases)
+    return model, record_predictions(engine, answers, seconds, phases)
 
 
 def _load(options: EngineOptions, exact: bool, phases: Phases) -> Engine:

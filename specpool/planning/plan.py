@@ -8,6 +8,8 @@ from operator import attrgetter
 from statistics import linear_regression
 
 from specpool.drafting.costs import RoundCosts
+from specpool.drafting.plans import DraftMethod
+from specpool.planning.choosing import Choice, choose, smallest_sufficient
 from specpool.planning.next_worker import NextWorker, next_worker
 from specpool.planning.plausibility import check_times
 from specpool.planning.prediction import (
@@ -19,14 +21,18 @@ from specpool.planning.prediction import (
     Workers,
     balanced_workers,
     predict,
-    smallest_sufficient,
 )
+from specpool.planning.rounds import SourceSpeed, simulate
 from specpool.protocol.worker_info import readable_name
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
 """Empirical host memory of a worker beyond weights, activations and cache: Python, torch, compiled kernels in /tmp, and
 the CUDA libraries with a GPU."""
+
+
+METHODS = (DraftMethod.NGRAM, DraftMethod.MODEL, DraftMethod.BEST)
+"""Draft methods to compare, the ones that need less first."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,14 @@ class DraftPlan:
     acceptance: Acceptance
     pair: MeasuredPair
     speeds: list[Speed]
+    sources: list[SourceSpeed]
+    """By batch and draft method; empty without recorded answers."""
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        """The recommended draft method of each batch."""
+        by_batch = {batch: [each for each in self.sources if each.batch == batch] for batch in self.best}
+        return {batch: choose(best, by_batch[batch]) for batch, best in self.best.items()}
 
     @property
     def best(self) -> dict[int, Speed]:
@@ -150,7 +164,7 @@ class Plan:
     drafts: list[DraftPlan]
     scaling: LogLinear | None
     chosen: DraftPlan
-    window: Speed
+    window: Choice
     """The recommended batch."""
     workers: Workers
     next_worker: NextWorker
@@ -162,9 +176,18 @@ class Plan:
         """Whether the target worker carries the draft."""
         return self.chosen.pair.shared and self.capacity.drafts
 
+    @property
+    def method(self) -> DraftMethod | None:
+        """The server's draft method, which has to suit all batches up to the recommended one. None: plain decoding."""
+        if not self.chosen.sources:  # the default chooses in each round
+            return DraftMethod.BEST
+        choices = self.chosen.choices.values()
+        methods = {choice.method for choice in choices if choice.batch <= self.window.batch} - {None}
+        return methods.pop() if len(methods) == 1 else DraftMethod.BEST if methods else None
+
     def agreement_of_other_sizes(self) -> dict[int, float]:
         """Expected agreement of drafts of other sizes; empty without a fit."""
-        sizes = other_sizes([draft.model.parameters for draft in self.drafts], self.target.parameters)
+        sizes = other_sizes([draft.model.size for draft in self.drafts], self.target.size)
         return {} if self.scaling is None else {size: self.scaling(size) for size in sizes}
 
 
@@ -178,9 +201,9 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: 
     plans = [_draft_plan(target, model, acceptance, terms) for model, acceptance in drafts]
     fits = target.memory.capacity(terms.positions)
     batches = {batch for batch in terms.batches if batch <= fits} or {min(terms.batches)}
-    chosen = max(plans, key=lambda plan: max(plan.best[batch].tokens_per_second for batch in batches))
-    window = smallest_sufficient(chosen.best[batch] for batch in batches)
-    scaling = fit([plan.model.parameters for plan in plans], [plan.acceptance.agreement for plan in plans])
+    chosen = max(plans, key=lambda plan: max(plan.choices[batch].tokens_per_second for batch in batches))
+    window = smallest_sufficient(chosen.choices[batch] for batch in batches)
+    scaling = fit([plan.model.size for plan in plans], [plan.acceptance.agreement for plan in plans])
     workers = balanced_workers(chosen.pair, window.batch, window.k)
     concurrency = terms.concurrency or window.batch * terms.targets
     following = next_worker(chosen.pair, terms.targets, terms.drafts, concurrency, max(1, fits))
@@ -192,10 +215,17 @@ def _draft_plan(target: Model, draft: Model, acceptance: Acceptance, terms: Term
     times = draft.step_times(terms.positions), target.step_times(terms.positions)
     shared = draft.device == target.device if terms.shared is None else terms.shared
     pair = MeasuredPair(RoundCosts(*times, terms.exchange_seconds), acceptance.lengths, shared)
-    return DraftPlan(draft, acceptance, pair, predict(pair, terms.batches))
+    recordings = [each for each in acceptance.recordings if len(each.token_ids) > 1]
+    sources = [
+        simulate(pair, recordings, batch, method, terms.max_k)
+        for batch in terms.batches
+        for method in METHODS
+        if recordings
+    ]
+    return DraftPlan(draft, acceptance, pair, predict(pair, terms.batches), sources)
 
 
-def _capacity(target: Model, chosen: DraftPlan, window: Speed, terms: Terms) -> Capacity:
+def _capacity(target: Model, chosen: DraftPlan, window: Choice, terms: Terms) -> Capacity:
     target_needs, draft_needs = (
         worker_needs(model.memory, model.on_gpu, window.batch, terms.positions) for model in (target, chosen.model)
     )
@@ -203,6 +233,6 @@ def _capacity(target: Model, chosen: DraftPlan, window: Speed, terms: Terms) -> 
         slots=window.batch,
         target=target_needs,
         draft=draft_needs,
-        drafts=any(speed.k > 0 for batch, speed in chosen.best.items() if batch <= window.batch),
+        drafts=any(choice.k > 0 for batch, choice in chosen.choices.items() if batch <= window.batch),
         cells=math.ceil((terms.throughput or 0) / window.tokens_per_second) or 1,
     )

@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specpool.distill.replay import Agreed, acceptance_by_position, agreement_rate, mean_acceptance_length
+from specpool.distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
 from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.planning.replaying import Recording
 from specpool.protocol.worker_info import WorkerInfo
 
-# A batch is large enough once it reaches this share of the highest throughput of any batch.
-SUFFICIENT = 0.95
 EXPECTED_POSITIONS = 2048
 """Default sequence length for sizing caches. Few sequences reach a model's maximum."""
 
@@ -55,7 +54,6 @@ class Model:
     device: str
     dtype: str
     parameters: int
-    """Without embeddings and output head, which say little about a model's quality."""
     memory: Memory
     tokenizer_fingerprint: str
     step_seconds: Mapping[int, float]
@@ -70,6 +68,8 @@ class Model:
     """Commit of a model from the hub, if known."""
     activations: str = ""
     """Format of the activations in GEMMs, such as "int8", if known."""
+    embedding_parameters: int = 0
+    """Parameters of embeddings and output head, which say little about a model's quality."""
 
     @classmethod
     def of(cls, info: WorkerInfo) -> "Model":
@@ -78,7 +78,8 @@ class Model:
             name=info.model,
             device=info.device,
             dtype=info.dtype,
-            parameters=info.parameters - info.embedding_parameters,
+            parameters=info.parameters,
+            embedding_parameters=info.embedding_parameters,
             memory=Memory(
                 weights=info.weight_bytes,
                 activations=info.activation_bytes,
@@ -94,6 +95,11 @@ class Model:
             max_rows=info.max_rows,
             activations=info.activations,
         )
+
+    @property
+    def size(self) -> int:
+        """Parameters without embeddings and output head."""
+        return self.parameters - self.embedding_parameters
 
     @property
     def on_gpu(self) -> bool:
@@ -117,12 +123,15 @@ class Acceptance:
     """Share of rounds that accept at least 1, 2, ... draft tokens."""
     lengths: list[float]
     """Mean acceptance length by number of draft tokens; 1 without any."""
+    recordings: Sequence[Recording] = ()
+    """The target's answers, to predict prompt lookup and adaptive drafts; empty for running workers."""
 
 
-def replay_acceptance(agreed: Agreed, max_k: int) -> Acceptance:
+def replay_acceptance(recordings: Sequence[Recording], max_k: int) -> Acceptance:
     """Compute acceptance for 0 to `max_k` draft tokens from where a draft agrees with the target's answers."""
+    agreed = [*zip(*(each.prediction.agreed for each in recordings), strict=True)]
     lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
-    return Acceptance(agreement_rate(agreed[0]), acceptance_by_position(agreed, max_k), lengths)
+    return Acceptance(agreement_rate(agreed[0]), acceptance_by_position(agreed, max_k), lengths, recordings)
 
 
 def constant_acceptance(rate: float, max_k: int) -> Acceptance:
@@ -158,6 +167,17 @@ class MeasuredPair:
         # In one period, each worker serves both halves, and each half visits both workers.
         period = max(2 * draft, 2 * verify, draft + verify + 2 * self.costs.exchange)
         return batch * self.lengths[k] / period
+
+    def round_seconds(self, batch: int, step_rows: Sequence[int], num_draft_tokens: int) -> float:
+        """Return the seconds of a round that verifies this many draft tokens. `step_rows`: rows of each draft step."""
+        costs = self.costs
+        draft = sum(map(costs.draft, step_rows))
+        calls_draft = bool(step_rows) and not self.shared
+        seconds = costs.seconds(batch, [], num_draft_tokens) + draft + costs.exchange * calls_draft
+        if not calls_draft or batch == 1:
+            return seconds
+        half = sum(costs.draft(rows / 2) for rows in step_rows), costs.verify((batch + num_draft_tokens) / 2)
+        return min(seconds, max(2 * half[0], 2 * half[1], sum(half) + 2 * costs.exchange))
 
     def draft_seconds(self, batch: float, k: int) -> float:
         """Return the seconds of a round in the draft worker."""
@@ -205,13 +225,6 @@ def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
             speed = pair.colocated_speed(batch, k) if pair.shared else separate
             speeds.append(Speed(batch, k, speed, speed / plain, groups, separate if pair.shared else None))
     return speeds
-
-
-def smallest_sufficient(best: Iterable[Speed]) -> Speed:
-    """Return the smallest batch that reaches 95% of the highest throughput."""
-    by_batch = sorted(best, key=lambda speed: speed.batch)
-    maximum = max(speed.tokens_per_second for speed in by_batch)
-    return next(speed for speed in by_batch if speed.tokens_per_second >= SUFFICIENT * maximum)
 
 
 def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:

@@ -1,4 +1,4 @@
-"""Output formats of a plan: tables, JSON, a plot, and values of the Helm chart in deploy/helm/specpool."""
+"""Output formats of a plan: JSON, a plot, and values of the Helm chart in deploy/helm/specpool."""
 
 import json
 import math
@@ -6,37 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.options import FLOAT32, INT8
-from specpool.planning.next_worker import NextWorker
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
-from specpool.protocol.worker_info import readable_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SIGNIFICANT_DIGITS = 4
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 BUSY = 0.75
 """Window utilization at which an autoscaler adds a cell."""
-
-
-def show(plan: Plan, console: Console) -> None:
-    """Print the tables and the recommendation."""
-    for draft in plan.drafts:
-        console.print(_speed_table(draft))
-    if plan.scaling is not None:
-        table = Table("parameters without embeddings", "agreement", title="drafts of other sizes, by log-linear fit")
-        for size, agreement in plan.agreement_of_other_sizes().items():
-            table.add_row(f"{size:,}", f"{agreement:.1%}")
-        console.print(table)
-    console.print(_capacity_table(plan))
-    console.print(_workers_table(plan.next_worker))
-    console.print(_recommendation(plan))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -53,6 +35,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "acceptance_by_position": draft.acceptance.by_position,
                     "mean_acceptance_length": draft.acceptance.lengths[1:],
                     "speeds": [asdict(speed) for speed in draft.speeds],
+                    "sources": [asdict(source) for source in draft.sources],
                 }
                 for draft in plan.drafts
             ],
@@ -60,7 +43,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "recommended": {
                 "draft": chosen.model.name,
                 "k": {batch: speed.k for batch, speed in chosen.best.items()},
+                "choices": {batch: asdict(choice) for batch, choice in chosen.choices.items()},
                 "window": window.batch,
+                "method": plan.method,
                 "tokens_per_second": window.tokens_per_second,
                 "of_plain": window.of_plain,
                 "draft_workers": plan.workers.draft,
@@ -73,78 +58,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         }
     )
     return result
-
-
-def _speed_table(draft: DraftPlan) -> Table:
-    lengths = draft.acceptance.lengths[1:]
-    columns = [f"k = {k}" for k in range(1, len(lengths) + 1)]
-    last_column = "draft worker" if draft.pair.shared else "groups"
-    table = Table("batch", "plain tokens/s", *columns, "best k", "tokens/s", last_column)
-    table.title = (
-        f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
-    )
-    table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
-    if draft.pair.shared:
-        table.caption += ", if the target worker carries the draft; last column: with a draft worker instead"
-    table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
-    table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
-    for batch, best in draft.best.items():
-        plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
-        ratios = [f"{speed.of_plain:.2f}" for speed in others]
-        first, last = f"{plain.tokens_per_second:.1f}", f"{best.tokens_per_second:.1f}"
-        separate = draft.best_separate(batch)
-        other = str(best.groups) if separate is None else f"{separate:.1f}"
-        table.add_row(str(batch), first, *ratios, str(best.k), last, other)
-    return table
-
-
-def _capacity_table(plan: Plan) -> Table:
-    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.slot_positions(None)
-    table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
-    workers = "one target worker that carries the draft" if plan.is_colocated else "one target and one draft worker"
-    table.title = f"a cell: {workers}, {capacity.slots} sequences of {positions} positions at a time"
-    for model, needs in ((plan.target, capacity.target), (plan.chosen.model, capacity.draft)):
-        memory = model.memory
-        sizes = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
-        weights, activations, slot, kv, device = (f"{size / MIB:,.1f} MiB" for size in sizes)
-        pod = f"{needs.request_bytes / GIB:.1f} to {needs.limit_bytes / GIB:.1f} GiB"
-        table.add_row(readable_name(model.name), weights, activations, str(capacity.slots), slot, kv, device, pod)
-    if (required := plan.terms.throughput) is not None:
-        total = capacity.cells * plan.window.tokens_per_second
-        table.caption = f"{_count(capacity.cells, 'cell')} for {required:g} tokens/s: {total:.1f} tokens/s predicted"
-    return table
-
-
-def _workers_table(workers: NextWorker) -> Table:
-    table = Table("", "targets", "drafts", "k", "tokens/s", "", "target busy", "draft busy", "bottleneck")
-    table.title = f"the next worker: {workers.concurrency} requests at a time, each worker on its own device"
-    rows = {"now": workers.now, "+1 target": workers.add_target, "+1 draft": workers.add_draft}
-    for name, speed in rows.items():
-        gain = "" if speed is workers.now else f"{workers.gain(speed) - 1:+.0%}"
-        busy = f"{speed.target_busy:.0%}", f"{speed.draft_busy:.0%}"
-        counts = str(speed.targets), str(speed.drafts), str(speed.k)
-        table.add_row(name, *counts, f"{speed.tokens_per_second:.1f}", gain, *busy, speed.bottleneck)
-    add = f"add a {workers.best} worker next" if workers.best else "neither pays: the workers wait for requests"
-    table.caption = add
-    return table
-
-
-def _recommendation(plan: Plan) -> str:
-    window, workers = plan.window, plan.workers
-    speed = f"window {window.batch}: {window.tokens_per_second:.1f} tokens/s"
-    if window.k == 0:
-        return f"{speed}, plain decoding: no number of draft tokens is faster"
-    name = readable_name(plan.chosen.model.name)
-    best = f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {name}"
-    if (separate := plan.chosen.best_separate(window.batch)) is not None:
-        return f"{best}, which the target worker carries ({separate:.1f} tokens/s with a draft worker)"
-    counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
-    each = ", each with a share of the sequences" if workers.draft > 1 else ""
-    return f"{best}; {counts}{each}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number > 1)
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -169,7 +82,7 @@ def plan_figure(plan: Plan) -> "Figure":
     for axes, draft in zip(all_axes, plan.drafts, strict=False):
         _plot_speed_up(axes, draft)
     if plan.scaling is not None:
-        sizes = [draft.model.parameters for draft in plan.drafts]
+        sizes = [draft.model.size for draft in plan.drafts]
         axes, spread = all_axes[-1], max(sizes) / min(sizes)
         line = [min(sizes) * spread ** (i / 50) for i in range(-10, 61)]
         axes.plot(sizes, [draft.acceptance.agreement for draft in plan.drafts], "o")
@@ -197,13 +110,14 @@ def helm_values(plan: Plan) -> str:
     return f"""\
 # Written by `specpool plan`. Predicted for each cell: {window.tokens_per_second:.1f} tokens/s with {window.batch} \
 sequences at a time,
-# {window.of_plain:.2f}x plain decoding, with k = {window.k}. Measured on: {target} and {draft}.
+# {window.of_plain:.2f}x plain decoding. Measured on: {target} and {draft}.
 cells: {capacity.cells}
 
 coordinator:
   settings:
     max_num_seqs: {capacity.slots}
     max_batch_size: {capacity.slots}
+    draft_method: {plan.method or DraftMethod.BEST}
 
 {_pair_values(plan) if plan.is_colocated else _separate_values(plan)}
 autoscaling:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specpool.distill import static_decoder
-from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
+from specpool.distill.evaluate import EvaluateSettings, evaluate, read_prompts
 from specpool.distill.examples import TOP, Batch, Dialogues, Example, batches
 from specpool.distill.main import train
 from specpool.distill.questions import TASKS, ChatTemplate, Limits, Questions
@@ -59,15 +59,20 @@ def new_writer(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tem
     def new(seed: int) -> Writer | StaticWriter:
         questions = Questions(template, seed, LIMITS)
         if request.param == "engine":
-            return Writer(engine, questions, seed)
-        return StaticWriter(model, questions, seed, sequences=6)
+            return Writer(engine, questions)
+        return StaticWriter(model, questions, sequences=6)
 
     return new
 
 
 @pytest.fixture(scope="module")
 def dialogues(engine: Engine, template: ChatTemplate) -> Dialogues:
-    return Dialogues.of(list(Writer(engine, Questions(template, 1, LIMITS), seed=1).write(12)))
+    return Dialogues.of(written(Writer(engine, Questions(template, 1, LIMITS)), range(12)))
+
+
+def written(writer: Writer | StaticWriter, numbers: Iterable[int], lag: int = 64) -> list[Example]:
+    """The dialogues with these numbers, in order."""
+    return [example for _, example in sorted(writer.write(numbers, lag), key=lambda pair: pair[0])]
 
 
 def target_of(tiny_pair: tuple[Path, Path]) -> Any:
@@ -79,7 +84,7 @@ def target_of(tiny_pair: tuple[Path, Path]) -> Any:
 
 def test_answers_are_greedy(tiny_pair: tuple[Path, Path], new_writer: NewWriter, template: ChatTemplate) -> None:
     target = target_of(tiny_pair)
-    examples = list(new_writer(1).write(12))
+    examples = written(new_writer(1), range(12))
     assert len(examples) == 12
     for example in examples:
         tokens, start = example.token_ids, example.answer_start
@@ -100,26 +105,32 @@ def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     save_output_head(folder, output_ids)
     engine = load_engine(folder, exact=False, max_sequences=2)
     template = ChatTemplate.of(AutoTokenizer.from_pretrained(folder), frozenset())
-    (written,) = islice(Writer(engine, Questions(template, seed=0), seed=0).answer([list(b"hello")]), 1)
-    tokens = written.token_ids.tolist()
-    logits = engine.head.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(written.top_ids))]))
+    (example,) = islice(Writer(engine, Questions(template, seed=0)).answer([list(b"hello")]), 1)
+    tokens = example.token_ids.tolist()
+    logits = engine.head.over_vocabulary(engine.forward([Span(0, 0, tokens[:-1], len(example.top_ids))]))
     assert logits.argmax(-1).tolist() == tokens[5:]
     assert set(tokens[5:]) <= set(output_ids)
 
 
 @pytest.mark.slow
 def test_dialogues_depend_on_the_seed_only(new_writer: NewWriter) -> None:
-    def written(seed: int) -> list[int]:
-        return Dialogues.of(list(new_writer(seed).write(4))).token_ids.tolist()
+    def tokens(seed: int) -> list[int]:
+        return Dialogues.of(written(new_writer(seed), range(4))).token_ids.tolist()
 
-    assert written(5) == written(5) != written(6)
+    assert tokens(5) == tokens(5) != tokens(6)
 
 
 @pytest.mark.slow
-def test_a_writer_continues_where_it_stopped(new_writer: NewWriter) -> None:
-    once, twice = new_writer(5), new_writer(5)
-    together = [*twice.write(3), *twice.write(5)]
-    for one, other in zip(once.write(8), together, strict=True):
+def test_dialogues_do_not_depend_on_which_others_are_written(new_writer: NewWriter, template: ChatTemplate) -> None:
+    all_at_once = written(new_writer(5), range(24), lag=8)
+    some = dict(new_writer(5).write(range(10), 8))
+    questions = Questions(template, 5, LIMITS)
+    continued = new_writer(5)
+    continued._questions = questions
+    for number, example in some.items():
+        questions.take_answer(number, example.token_ids[example.answer_start :].tolist())
+    together = [*(some[number] for number in range(10)), *written(continued, range(10, 24), lag=8)]
+    for one, other in zip(all_at_once, together, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
 
 
@@ -129,7 +140,7 @@ def test_some_questions_refer_to_earlier_answers(new_writer: NewWriter, template
     separator = template.encode("\n\n")
     answers: list[list[int]] = []
     found = {1: 0, 2: 0}
-    for example in new_writer(3).write(60):
+    for example in written(new_writer(3), range(60), lag=8):
         tokens, start = example.token_ids.tolist(), example.answer_start
         question = tokens[len(template.before_question) : start - len(template.before_answer)]
         for task in tasks:
@@ -147,9 +158,9 @@ def test_some_questions_refer_to_earlier_answers(new_writer: NewWriter, template
 def test_short_and_long_questions_are_discarded(tiny_pair: tuple[Path, Path], template: ChatTemplate) -> None:
     """A random model ends a question at any length."""
     limits = Limits(min_question=30, max_question=60, max_answer=4)
-    writer = StaticWriter(target_of(tiny_pair).eval(), Questions(template, 1, limits), 1, sequences=32)
+    writer = StaticWriter(target_of(tiny_pair).eval(), Questions(template, 1, limits), sequences=32)
     lengths = []
-    for example in writer.write(30):
+    for example in written(writer, range(30)):
         start = example.answer_start - len(template.before_answer)
         question = example.token_ids[len(template.before_question) : start].tolist()
         if not any(question[: len(task)] == task for task in map(template.encode, TASKS)):
@@ -280,19 +291,19 @@ def test_a_draft_is_trained_and_evaluated_by_category(
         {"question_id": 1, "category": "long", "turns": ["x" * 400]},
         *({"question_id": 2, "category": "letters", "turns": [letter, "more"]} for letter in "abc"),
         {"id": "d", "messages": [{"role": "user", "content": "d"}]},
+        {"id": "e", "prompt": "e"},
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, lines)))
     evaluating = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
-    result = evaluate(evaluating, read_chats(prompts), target, str(output / "model"))
+    result = evaluate(evaluating, read_prompts(prompts), target, str(output / "model"))
     assert result["left_out"] == 1
     assert [(row["category"], row["answers"]) for row in result["categories"]] == [
         ("letters", 3),
-        ("none", 1),
-        ("all", 4),
+        ("all", 5),
     ]
     assert all(1 <= row["k=1"] <= row["k=5"] <= 6 for row in result["categories"])
-    *_, itself = evaluate(evaluating, read_chats(prompts), target, target)["categories"]
+    *_, itself = evaluate(evaluating, read_prompts(prompts), target, target)["categories"]
     assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 

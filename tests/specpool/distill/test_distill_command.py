@@ -1,6 +1,7 @@
 """`specpool distill` and `specpool.distill.evaluate` with valid and invalid arguments."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_pair import make_tiny_pair
 from transformers import AutoConfig
 
 from specpool.distill import evaluate, main, preparation
+from specpool.distill.examples import Dialogues
 from specpool.distill.questions import Limits
 from specpool.distill.settings import DistillSettings
 from specpool.distill.student import Student, check_weights
@@ -41,7 +43,6 @@ def kinds_of(model: Path) -> set[str]:
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncate answers and allow long questions, because random models rarely end a turn."""
     monkeypatch.setattr(preparation, "LIMITS", Limits(max_question=400, max_answer=12))
-    monkeypatch.setattr(preparation, "DIALOGUES_PER_FILE", 64)
 
 
 @pytest.mark.slow
@@ -94,28 +95,77 @@ def test_an_existing_draft_is_rounded_without_training(
     assert not (output / "draft-4bit.safetensors").exists()
     assert kinds_of(output / "model") == {"INT8", "BFLOAT16"}
 
+    monkeypatch.setattr(main, "MAX_LOSS", 1)  # a draft that an earlier run has trained needs no --initial
+    rounding = [argument for argument in arguments if argument not in ("--initial", tmp_path / "initial")]
+    assert run(main, *rounding) == 0
+    assert kinds_of(output / "model") == {"Q4_1", "INT8", "BFLOAT16"}
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_answers")
 def test_writer_for_a_gpu_limits_answers(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     settings = DistillSettings(output=tmp_path, max_sequences=4)
-    writer = preparation.static_writer(settings, str(tiny_pair[0]), seed=1)
-    assert writer is not None
-    lengths = [len(example.top_ids) for example in writer.write(8)]
+    made = preparation.static_writer(settings, str(tiny_pair[0]))
+    assert made is not None
+    lengths = [len(example.top_ids) for _, example in made[1].write(range(8), lag=64)]
     assert max(lengths) == 12
     assert min(lengths) > 0
 
 
+@pytest.mark.usefixtures("short_answers")
+def test_an_interrupted_run_continues_to_the_same_dialogues(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(folder: Path) -> dict[str, bytes]:
+        folder.mkdir(exist_ok=True)
+        settings = DistillSettings(output=folder, dialogues=72, held_out=8, max_sequences=16)
+        preparation.generate_dialogues(settings, str(tiny_pair[0]))
+        return {file.name: file.read_bytes() for file in preparation.dialogue_files(settings)}
+
+    def save_and_stop(dialogues: Dialogues, path: Path) -> None:
+        save(dialogues, path)
+        raise KeyboardInterrupt
+
+    whole, parts, save = tmp_path / "whole", tmp_path / "parts", Dialogues.save
+    expected = generate(whole)
+    assert [len(Dialogues.load(whole / name).lengths) for name in sorted(expected)] == [16, 16, 16, 16, 8]
+    assert "generating: 72 of 72 dialogues" in capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        patched.setattr(Dialogues, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            generate(parts)
+    (first,) = parts.iterdir()
+    written = first.stat().st_mtime_ns
+    assert generate(parts) == expected
+    assert first.stat().st_mtime_ns == written
+
+
+def test_a_target_with_few_positions_is_refused_by_name(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_pair[0], target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    assert run(main, "--target", target, "--output", tmp_path / "draft", *TINY) == 2
+    reason = f"{target} has 256 positions (max_position_embeddings); a dialogue needs "
+    assert f"specpool distill: target: {reason}" in capsys.readouterr().err
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": 1, "prompt": "x" * 300}))
+    pair = ["--target", target, "--model", target]
+    assert run(evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair) == 2
+    assert "prompts: none has at most 32 tokens, which leaves 224 of 256 positions" in capsys.readouterr().err
+
+
 def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
     target = save_model(tmp_path, small_config("olmo2"))
-    assert preparation.static_writer(DistillSettings(output=tmp_path), str(target), seed=1) is None
+    assert preparation.static_writer(DistillSettings(output=tmp_path), str(target)) is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--layers", "a,b"], "layers"),
-        (["--epochs", "0"], "epochs: 0 needs --initial"),
+        (["--epochs", "0"], "epochs: 0 only rounds a draft; give --initial, because draft/draft.safetensors does not"),
         (["--layers", "0,99"], "layers: 99 is not below 3"),
         (["--held-out", "64", "--dialogues", "64"], "held-out: 64 is not below"),
         (["--epochs", "inf"], "epochs"),
@@ -193,6 +243,7 @@ def test_targets_with_per_layer_attention_types_are_supported(tmp_path: Path) ->
         ('{"turns": ["a"], "category": ["b"]}', "line 1 is neither"),
         ('{"messages": [{"role": "user"}]}', "line 1 is neither"),
         ("[1]", "line 1 is neither"),
+        ('{"id": 1, "prompt": 2}', "line 1 is neither"),
     ],
 )
 def test_invalid_prompts_are_named_by_line(

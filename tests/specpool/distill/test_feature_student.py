@@ -10,7 +10,7 @@ import torch
 from tiny_models import load_engine
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
+from specpool.distill.evaluate import EvaluateSettings, evaluate, read_prompts
 from specpool.distill.examples import Batch, Dialogues, Example, TargetStates, batches
 from specpool.distill.feature_student import FeatureStudent
 from specpool.distill.main import distill
@@ -39,7 +39,7 @@ def dialogues(engine: Engine, tiny_pair: tuple[Path, Path]) -> Dialogues:
         AutoTokenizer.from_pretrained(tiny_pair[0]), frozenset(engine.loaded.tokenizer.eos_token_ids)
     )
     questions = Questions(template, 1, Limits(max_question=400, max_answer=20))
-    return Dialogues.of(list(Writer(engine, questions, seed=1).write(12)))
+    return Dialogues.of([example for _, example in Writer(engine, questions).write(range(12), lag=64)])
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +182,11 @@ def test_command_trains_and_evaluates_a_feature_draft(
 ) -> None:
     output = tmp_path / "output"
     output.mkdir()
-    for number in range(6):  # as many files as 64 dialogues of 12 each
-        dialogues.save(output / f"dialogues-{number:04}.safetensors")
+    for number in range(6):  # 72 dialogues
+        dialogues.save(output / f"dialogues-{number:05}.safetensors")
     monkeypatch.setattr("specpool.distill.preparation.DIALOGUES_PER_FILE", 12)
     settings = DistillSettings(
-        target=str(tiny_pair[0]), output=output, kind="feature", dialogues=64, held_out=8, output_tokens=257,
+        target=str(tiny_pair[0]), output=output, kind="feature", dialogues=72, held_out=8, output_tokens=257,
         epochs=0.5, batch_tokens=256, precision="bfloat16",
     )  # fmt: skip
     distill(settings)
@@ -198,7 +198,7 @@ def test_command_trains_and_evaluates_a_feature_draft(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
     evaluating = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
-    *_, total = evaluate(evaluating, read_chats(prompts), str(tiny_pair[0]), str(output / "model"))["categories"]
+    *_, total = evaluate(evaluating, read_prompts(prompts), str(tiny_pair[0]), str(output / "model"))["categories"]
     assert 1 <= total["k=1"] <= total["k=5"] <= 6
 
 

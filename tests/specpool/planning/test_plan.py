@@ -17,20 +17,17 @@ from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.drafting.costs import RoundCosts, StepTimes
+from specpool.planning.choosing import SUFFICIENT, Choice, smallest_sufficient
 from specpool.planning.plan import HOST_BYTES, Plan, Terms, fit, make_plan, other_sizes, worker_needs
 from specpool.planning.prediction import (
     EXPECTED_POSITIONS,
-    SUFFICIENT,
     Acceptance,
     MeasuredPair,
     Memory,
     Model,
-    Speed,
     balanced_workers,
     constant_acceptance,
     predict,
-    replay_acceptance,
-    smallest_sufficient,
 )
 from specpool.planning.report import as_json, helm_values
 from target_worker.server import TargetWorkerSettings
@@ -152,7 +149,7 @@ def test_other_sizes_lie_between_a_small_draft_and_the_target(sizes: list[int], 
 
 @given(rates=st.dictionaries(batches, st.floats(0.1, 1000), min_size=1))
 def test_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
-    window = smallest_sufficient(Speed(batch, 0, rate, 1, 1) for batch, rate in rates.items())
+    window = smallest_sufficient(Choice(batch, None, 0, rate, 1) for batch, rate in rates.items())
     enough = SUFFICIENT * max(rates.values())
     assert window.tokens_per_second >= enough
     assert all(rate < enough for batch, rate in rates.items() if batch < window.batch)
@@ -191,7 +188,7 @@ def test_plans_for_one_device_let_the_target_carry_the_draft() -> None:
     assert as_json(plan_of())["recommended"]["separate_tokens_per_second"] is None
 
 
-PERFECT, USELESS = replay_acceptance([[[True] * 40]], 4), replay_acceptance([[[False] * 40]], 4)
+PERFECT, USELESS = constant_acceptance(1.0, 4), constant_acceptance(0.0, 4)
 
 
 def test_plan_uses_maximum_k_for_a_perfect_draft_and_none_for_a_useless_one() -> None:
@@ -261,6 +258,7 @@ def test_processes_accept_the_values(device: str) -> None:
     values = yaml.safe_load(helm_values(plan))
     assert values["cells"] == plan.capacity.cells > 1
     coordinator = CoordinatorSettings(**values["coordinator"]["settings"])
+    assert coordinator.draft_method == plan.method
     assert coordinator.max_num_seqs == coordinator.max_batch_size == plan.window.batch
     for role, kind in (("target", TargetWorkerSettings), ("draft", DraftWorkerSettings)):
         settings = kind(**values[role]["settings"], model=values[role]["model"])

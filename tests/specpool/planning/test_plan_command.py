@@ -299,6 +299,7 @@ async def test_plans_for_running_workers(
         result = json.loads(captured.out)
         assert result["target"]["step_seconds"].keys() == {str(rows) for rows in target.step_seconds}
         assert result["target"]["memory"]["kv_per_position"] == target.info().kv_bytes_per_token
+        assert result["target"]["parameters"] == target.info().parameters  # as in GetModelInfo
         settings = yaml.safe_load(file.read_text())["target"]["settings"]
         assert settings["max_sequences"] == result["recommended"]["window"]
         assert "a cell: one target worker that carries the draft" in " ".join(captured.err.split())

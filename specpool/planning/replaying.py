@@ -1,0 +1,144 @@
+"""Recorded answers that are generated again, as `Drafting` sees them. Pure."""
+
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from specpool.distill.replay import Prediction
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
+from specpool.protocol.rounds import ItemStatus, Proposal
+from specpool.protocol.sampling import SamplingParams
+
+WRONG = -1
+"""Stands for a draft token that differs from the target's choice."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A prompt, the target's greedy answer, and what the draft model predicts of it."""
+
+    prompt: Items[int]
+    token_ids: Items[int]
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Request:
+    method: DraftMethod
+    num_speculative_tokens: int
+    adaptive: bool = True
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    namespace: tuple[str, str] = ("", "")
+
+
+@dataclass
+class DraftCache:
+    start: int
+    backoff_until: int = 0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A recorded answer that is being generated again."""
+
+    sequence_id: int
+    request: Request
+    recording: Recording
+    token_ids: list[int]
+    draft: DraftCache
+    is_decoding: bool = False
+    own_draft: Proposal | None = None
+    """Draft tokens that the target worker has made after the last commit."""
+    pending_ids: tuple[int, ...] = ()
+    """Tokens of a round whose result the coordinator does not know yet."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.recording.prompt)
+
+    @property
+    def max_length(self) -> int:
+        return self.prompt_length + len(self.recording.token_ids)
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids) + len(self.pending_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.token_ids) == self.max_length
+
+    @property
+    def max_num_draft_tokens(self) -> int:
+        return max(0, min(self.request.num_speculative_tokens, self.max_length - self.length - 1))
+
+    def following(self, num_tokens: int) -> tuple[int, ...]:
+        """The target's next choices."""
+        position = self.length - self.prompt_length
+        return tuple(self.recording.token_ids[position : position + num_tokens])
+
+    def predict(self, step: int) -> tuple[int, float]:
+        """The model's draft token of a step if all before it are accepted, and its confidence."""
+        position = self.length - self.prompt_length + step
+        is_right, confidence = self.recording.prediction.at(position, step)
+        return self.recording.token_ids[position] if is_right else WRONG, confidence
+
+    def remaining_lookup(self, plan: DraftPlan) -> tuple[int, ...]:
+        """The lookup's tokens to verify. None are left if the round before has gained other tokens than expected."""
+        looked_up, gained = plan.lookup.token_ids, tuple(self.token_ids[plan.lookup.start :])
+        if not plan.lookup_ids or gained != looked_up[: len(gained)]:
+            return ()
+        return looked_up[len(gained) :][: min(len(plan.lookup_ids), self.max_num_draft_tokens)]
+
+    def settle(self) -> None:
+        """Let the coordinator know the pending tokens."""
+        self.token_ids += self.pending_ids
+        self.pending_ids = ()
+
+
+@dataclass
+class Commit:
+    """The result of a round for a sequence, as `Drafting` reads it."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    drafted: int
+    method: DraftMethod | None
+    proposal: Proposal | None
+    lookup: Lookup = NO_LOOKUP
+    forced = num_branches = 0
+    branch = None
+
+    @property
+    def num_agreed(self) -> int:
+        return len(self.token_ids) - 1
+
+
+@dataclass(eq=False)
+class ModelDraft:
+    """A draft in progress, which ends by the rule of `specpool.engine.passes.drafts.Draft`."""
+
+    sequence: Sequence
+    plan: DraftPlan
+    limit: int
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    chance: float = 1.0
+
+    @property
+    def gain(self) -> float:
+        return self.chance * self.plan.next_chance - self.plan.min_chance if self.plan.min_chance else math.inf
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.token_ids) < self.limit and self.gain >= 0
+
+    @property
+    def lag(self) -> int:
+        """Tokens to catch up with, beyond those of the first step."""
+        return max(0, self.sequence.length - self.sequence.draft.start - MAX_DRAFT_LAG)
+
+    def finished(self) -> Proposal:
+        confidences = tuple(self.confidences) if self.plan.min_chance else ()
+        return Proposal(self.sequence.sequence_id, ItemStatus.OK, tuple(self.token_ids), confidences=confidences)
