@@ -160,6 +160,20 @@ async def test_coordinators_with_other_certificates_are_not_used(
         assert service.address not in response.text
 
 
+async def test_coordinators_may_require_the_servers_certificate(ca: Authority, server: Certificate) -> None:
+    own = ca.issue("front")
+    security = {**server.options, "tls_ca": ca.path}
+    options = {"coordinator_tls_cert": own.cert, "coordinator_tls_key": own.key}
+    async with secure_coordinator(ScriptedTarget(), "127.0.0.1:1", "127.0.0.1:1", **security) as service:
+        for given, reason in (({}, "no coordinator can be reached"), (options, "target worker")):
+            async with (
+                openai_server(service.address, coordinator_tls_ca=ca.path, **given) as (_, url),
+                httpx2.AsyncClient(base_url=url) as client,
+            ):
+                response = await client.post("/v1/chat/completions", json=CHAT)
+                assert (response.status_code, reason in response.text) == (503, True)
+
+
 def test_settings_for_tls_name_their_flags(ca: Authority, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, value in (("coordinator-tls-cert", "x"), ("coordinator-tls-ca", "/missing"), ("tls-ca", ca.path)):
         with pytest.raises(SystemExit):
