@@ -45,7 +45,8 @@ class Terms:
     exchange_seconds: float
     """Seconds for a message to a worker and its answer."""
     shared: bool | None
-    """Whether target and draft share a device; None: if the names of their devices are equal."""
+    """Whether target and draft share a device, and the target worker carries the draft; None: if the names of their
+    devices are equal, and only on a GPU."""
     positions: int | None = None
     """Positions of a sequence; None: EXPECTED_POSITIONS for the cache, and speed as measured."""
     throughput: float | None = None
@@ -81,7 +82,7 @@ class DraftPlan:
         return {batch: max(speeds, key=attrgetter("tokens_per_second")) for batch, speeds in by_batch}
 
     def best_separate(self, batch: int) -> float | None:
-        """Return the highest tokens/s of a batch with a draft worker; None unless both models share a device."""
+        """Return the highest tokens/s of a batch with a draft worker; None unless the target carries the draft."""
         found = [each.separate for each in self.speeds if each.batch == batch and each.separate is not None]
         return max(found, default=None)
 
@@ -174,7 +175,7 @@ class Plan:
     @property
     def is_colocated(self) -> bool:
         """Whether the target worker carries the draft."""
-        return self.chosen.pair.shared and self.capacity.drafts
+        return self.chosen.pair.carried and self.capacity.drafts
 
     @property
     def method(self) -> DraftMethod | None:
@@ -214,7 +215,9 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: 
 def _draft_plan(target: Model, draft: Model, acceptance: Acceptance, terms: Terms) -> DraftPlan:
     times = draft.step_times(terms.positions), target.step_times(terms.positions)
     shared = draft.device == target.device if terms.shared is None else terms.shared
-    pair = MeasuredPair(RoundCosts(*times, terms.exchange_seconds), acceptance.lengths, shared)
+    # As `specpool up` does: on a CPU, a draft worker runs beside the target worker.
+    carried = shared and (target.on_gpu or terms.shared is True)
+    pair = MeasuredPair(RoundCosts(*times, terms.exchange_seconds), acceptance.lengths, shared, carried)
     recordings = [each for each in acceptance.recordings if len(each.token_ids) > 1]
     sources = [
         simulate(pair, recordings, batch, method, terms.max_k)

@@ -149,6 +149,8 @@ class MeasuredPair:
     """Mean acceptance length by number of draft tokens; 1 without any."""
     shared: bool
     """Whether both share a device, so that only one of them runs at a time."""
+    carried: bool
+    """Whether the target worker carries the draft, so that drafts take no messages."""
 
     def sequential_speed(self, batch: int, k: int) -> float:
         """Return the tokens per second if the whole batch is drafted, then verified."""
@@ -172,9 +174,9 @@ class MeasuredPair:
         """Return the seconds of a round that verifies `num_draft_tokens`. `step_rows`: rows of each draft step."""
         costs = self.costs
         draft = sum(map(costs.draft, step_rows))
-        calls_draft = bool(step_rows) and not self.shared
+        calls_draft = bool(step_rows) and not self.carried
         seconds = costs.seconds(batch, [], num_draft_tokens) + draft + costs.exchange * calls_draft
-        if not calls_draft or batch == 1:
+        if not calls_draft or self.shared or batch == 1:
             return seconds
         half = sum(costs.draft(rows / 2) for rows in step_rows), costs.verify((batch + num_draft_tokens) / 2)
         return min(seconds, max(2 * half[0], 2 * half[1], sum(half) + 2 * costs.exchange))
@@ -200,7 +202,7 @@ class Speed:
     groups: int
     """Groups in flight: 1 (drafted, then verified) or 2 (overlapping halves), whichever is faster."""
     separate: float | None = None
-    """Tokens per second with a draft worker instead, on a shared device. None: `tokens_per_second` assumes one."""
+    """Tokens per second with a draft worker instead of a carried draft. None: `tokens_per_second` assumes one."""
 
 
 @dataclass(frozen=True)
@@ -212,27 +214,23 @@ class Workers:
 
 
 def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
-    """Predict the speed of every batch with every number of draft tokens, from 0 (plain decoding).
-
-    On one device, the target worker carries the draft.
-    """
+    """Predict the speed of every batch with every number of draft tokens, from 0 (plain decoding)."""
     speeds = []
     for batch in batches:
         plain = pair.sequential_speed(batch, 0)
         for k in range(len(pair.lengths)):
             sequential, overlapped = pair.sequential_speed(batch, k), pair.overlapped_speed(batch, k)
             separate, groups = max(sequential, overlapped), 2 if overlapped > sequential else 1
-            speed = pair.colocated_speed(batch, k) if pair.shared else separate
-            speeds.append(Speed(batch, k, speed, speed / plain, groups, separate if pair.shared else None))
+            speed = pair.colocated_speed(batch, k) if pair.carried else separate
+            speeds.append(Speed(batch, k, speed, speed / plain, groups, separate if pair.carried else None))
     return speeds
 
 
 def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
-    """Compute how many targets one draft worker can feed, or how many draft workers one target needs.
-
-    On one device, the target worker carries the draft and needs no draft worker.
-    """
-    if k == 0 or pair.shared:
+    """Compute how many targets one draft worker can feed, or how many draft workers one target needs."""
+    if k == 0 or pair.carried:
         return Workers(0, 1)
+    if pair.shared:
+        return Workers(1, 1)
     ratio = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)
     return Workers(1, math.floor(1 / ratio)) if ratio <= 1 else Workers(math.ceil(ratio), 1)

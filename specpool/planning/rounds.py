@@ -80,7 +80,7 @@ class _Result:
 
 
 class _Server:
-    """A simulated coordinator and its workers. The draft runs in the target worker if both share a device.
+    """A simulated coordinator and its workers. The target worker may carry the draft.
 
     Rounds run ahead: unless a draft worker drafts for them, they are planned before the last result is known.
     """
@@ -88,7 +88,7 @@ class _Server:
     def __init__(
         self, pair: MeasuredPair, recordings: Items[Recording], batch: int, method: DraftMethod, max_k: int
     ) -> None:
-        self._pair, self._is_own = pair, pair.shared
+        self._pair, self._is_own = pair, pair.carried
         self._request = Request(method, max_k)
         self._drafting = Drafting(max_k, deepcopy(pair.costs))
         self._recordings, self._ids, self._round_ids = cycle(recordings), count(1), count(1)

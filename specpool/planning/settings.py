@@ -53,7 +53,9 @@ class PlanSettings(Settings, ClientSecurity):
     exchange_seconds: Seconds = Field(
         0.001, ge=0, description="round-trip time of a call to a worker, without its computation"
     )
-    shared: bool | None = Field(None, description="one device for both models; default: compare the device names")
+    shared: bool | None = Field(
+        None, description="one device for both models, and a target worker that carries the draft; default: on one GPU"
+    )
     sequence_positions: int | None = Field(
         None,
         ge=1,

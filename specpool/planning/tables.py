@@ -40,13 +40,13 @@ def show(plan: Plan, console: Console) -> None:
 def _speed_table(draft: DraftPlan) -> Table:
     lengths = draft.acceptance.lengths[1:]
     columns = [f"k = {k}" for k in range(1, len(lengths) + 1)]
-    last_column = "draft worker" if draft.pair.shared else "groups"
+    last_column = "draft worker" if draft.pair.carried else "groups"
     table = Table("batch", "plain tokens/s", *columns, "best k", "tokens/s", last_column)
     table.title = (
         f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
     )
     table.caption = "k columns: predicted speed with k draft tokens in each round, relative to plain decoding"
-    if draft.pair.shared:
+    if draft.pair.carried:
         table.caption += ", if the target worker carries the draft; last column: tokens/s with a draft worker instead"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("tokens per round", "", *(f"{length:.2f}" for length in lengths), end_section=True)

@@ -95,7 +95,7 @@ def test_prediction_agrees_with_the_coordinator(
     pair, rng = RepeatingPair(agreement, 0.0, repetition), random.Random(1)
     prompts = [tuple(rng.randrange(EOS) for _ in range(PERIOD)) for _ in range(ANSWERS)]
     times = (StepTimes({rows: setup.pass_seconds(rows) for rows in (1, 64)}) for setup in (DRAFT, TARGET))
-    measured = MeasuredPair(RoundCosts(*times, EXCHANGE), [1.0], shared=True)
+    measured = MeasuredPair(RoundCosts(*times, EXCHANGE), [1.0], shared=True, carried=True)
     speed = simulate(measured, [recorded(pair, prompt) for prompt in prompts], BATCH, method, 8)
     tokens_per_second, tokens_per_pass = served(pair, prompts, method)
     plain, _ = served(pair, prompts, method, k=0)

@@ -18,7 +18,7 @@ workers = st.integers(1, 8)
 def pair(draft: float, verify: float, per_row: float = 0.0) -> MeasuredPair:
     """A pair with these seconds of a pass, and of each row of the target."""
     times = StepTimes({1: draft, 64: draft}), StepTimes({1: verify, 64: verify + 63 * per_row})
-    return MeasuredPair(RoundCosts(*times, 0.0001), constant_acceptance(0.8, 4).lengths, shared=False)
+    return MeasuredPair(RoundCosts(*times, 0.0001), constant_acceptance(0.8, 4).lengths, shared=False, carried=False)
 
 
 @given(pair=pairs(shared=False), batch=batches)

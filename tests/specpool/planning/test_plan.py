@@ -61,7 +61,8 @@ def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
     shares = sorted(draw(st.lists(st.floats(0, 1), min_size=8, max_size=8)), reverse=True)
     lengths = [1 + sum(shares[:k]) for k in range(len(shares) + 1)]
     costs = RoundCosts(draft, verify, draw(st.floats(0, 0.005)))
-    return MeasuredPair(costs, lengths, draw(st.booleans()) if shared is None else shared)
+    shared = draw(st.booleans()) if shared is None else shared
+    return MeasuredPair(costs, lengths, shared, carried=shared)
 
 
 # --- Prediction
@@ -77,7 +78,7 @@ def test_speedup_never_exceeds_the_mean_acceptance_length(pair: MeasuredPair, ba
 @given(length=st.floats(1, 9), batch=batches, k=st.integers(1, 8))
 def test_a_free_draft_speeds_up_by_the_acceptance_length(length: float, batch: int, k: int) -> None:
     flat, free = StepTimes({1: 0.02, 64: 0.02}), StepTimes({1: 0, 64: 0})
-    pair = MeasuredPair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False)
+    pair = MeasuredPair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False, carried=False)
     assert predict(pair, [batch])[k].of_plain == pytest.approx(length, rel=0.001)
 
 

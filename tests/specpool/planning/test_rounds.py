@@ -84,7 +84,7 @@ def test_model_and_lookup_gains_add_up() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_simulation_is_deterministic(shared: bool) -> None:
     times = StepTimes({1: 0.004, 64: 0.01}), StepTimes({1: 0.02, 64: 0.04})
-    pair, answers = MeasuredPair(RoundCosts(*times, 0.001), [1.0], shared), recordings(True, 0.6)
+    pair, answers = MeasuredPair(RoundCosts(*times, 0.001), [1.0], shared, shared), recordings(True, 0.6)
     first, again = (simulate(pair, answers, 3, DraftMethod.BEST, 4) for _ in range(2))
     assert first == again
     assert pair.costs.verify.points == {1: 0.02, 64: 0.04}
