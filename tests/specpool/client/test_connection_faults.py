@@ -157,5 +157,5 @@ async def test_grpc_logs_nothing_beside_the_error_of_a_command(ca: Authority) ->
         command = ["-m", "specpool", "generate", "a", "--address", address, "--tls-ca", str(ca.path)]
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
         _, stderr = await process.communicate()
-    reason = f"{address} does not use TLS: connect without tls_ca"
+    reason = f"{address} does not use TLS: connect without --tls-ca"
     assert stderr.decode() == f"specpool generate: UNAVAILABLE: {reason}\n"

@@ -237,13 +237,13 @@ def test_targets_with_per_layer_attention_types_are_supported(tmp_path: Path) ->
     [
         (None, "prompts: "),
         ("\n", "has no prompts"),
-        ('{"turns": ["a"]}\nno json', "line 2 is neither"),
-        ('{"x": 1}', "line 1 is neither"),
-        ('{"turns": []}', "line 1 is neither"),
-        ('{"turns": ["a"], "category": ["b"]}', "line 1 is neither"),
-        ('{"messages": [{"role": "user"}]}', "line 1 is neither"),
-        ("[1]", "line 1 is neither"),
-        ('{"id": 1, "prompt": 2}', "line 1 is neither"),
+        ('{"turns": ["a"]}\nno json', "line 2 is no prompt"),
+        ('{"x": 1}', "line 1 is no prompt"),
+        ('{"turns": []}', "line 1 is no prompt"),
+        ('{"turns": ["a"], "category": ["b"]}', "line 1 is no prompt"),
+        ('{"messages": [{"role": "user"}]}', "line 1 is no prompt"),
+        ("[1]", "line 1 is no prompt"),
+        ('{"id": 1, "prompt": 2}', "line 1 is no prompt"),
     ],
 )
 def test_invalid_prompts_are_named_by_line(

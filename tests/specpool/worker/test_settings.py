@@ -136,7 +136,7 @@ def test_processes_accept_all_values_that_up_accepts(capsys: pytest.CaptureFixtu
 def test_up_refuses_a_port_conflict(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_up("--metrics-port", "9100", "--port", str(port))
-    assert capsys.readouterr().err == "specpool up: --port must not be --metrics-port or one of the 2 after it\n"
+    assert capsys.readouterr().err == "specpool up: --port must not be --metrics-port or one of the 2 ports after it\n"
     assert load_up("--metrics-port", "9100", "--port", "9103").metrics_port == 9100
 
 
