@@ -55,9 +55,9 @@ async def least_limit(flags: list[str]) -> int:
     await worker.start()
     assert worker.process is not None
     ending = worker.log.ending(await worker.process.wait())
-    match = re.search(r"raise memory_limit to ([\d,]+) bytes", ending)
+    match = re.search(r"raise --memory-limit to (\d+)MiB", ending)
     assert match is not None, ending
-    return int(match[1].replace(",", ""))
+    return int(match[1]) * MIB
 
 
 async def test_worker_keeps_to_its_memory_limit() -> None:
