@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specpool.rpc.security.channel import Connector, SecurityOptions, split_address
+from specpool.rpc.security.tls import client_context
 from specpool.rpc.server.health import process_name
 
 # A process may answer slowly while it starts.
@@ -118,12 +119,9 @@ class HttpProbe:
             writer.transport.abort()  # don't wait for a stopped process
 
     def _context(self) -> ssl.SSLContext | None:
-        ca, cert = self.security.get("tls_ca"), self.security.get("tls_cert")
-        if ca is None or cert is None:
+        files = Connector(self.address, **self.security).tls_files
+        if files is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context = client_context(files)
         context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate without its CA
-        context.load_verify_locations(ca)
-        context.load_cert_chain(cert, self.security.get("tls_key"))
         return context

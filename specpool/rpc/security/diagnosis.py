@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from specpool.errors import CertificateError, ConnectError, ProtocolError, ResolveError
 from specpool.rpc.security.channel import Connector, split_address
-from specpool.rpc.security.tls import TlsFiles
+from specpool.rpc.security.tls import TlsFiles, client_context
 
 Diagnosis: TypeAlias = tuple[type[ConnectError], str]
 
@@ -115,7 +115,8 @@ def _is_refused(files: TlsFiles, host: str, port: int, name: str) -> bool:
     In TLS 1.3, a server checks it after the client's handshake. gRPC servers then close the connection without an
     alert, and so does a proxy without a backend. In TLS 1.2, servers refuse it within the handshake.
     """
-    context = _context(files)
+    context = client_context(files)
+    context.set_alpn_protocols(["h2"])
     for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
         context.maximum_version = version
         with (
@@ -138,14 +139,3 @@ def _is_refused(files: TlsFiles, host: str, port: int, name: str) -> bool:
                 if version is ssl.TLSVersion.TLSv1_3:
                     raise
     return False
-
-
-def _context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that verifies certificates like gRPC's channels."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.set_alpn_protocols(["h2"])
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate that is its own trust anchor
-    context.load_verify_locations(files.ca)
-    if files.cert is not None:
-        context.load_cert_chain(files.cert, files.key)
-    return context

@@ -163,6 +163,16 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
 
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context of the standard library that verifies servers like gRPC's channels."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate that is its own trust anchor
+    context.load_verify_locations(files.ca)
+    if files.cert is not None:
+        context.load_cert_chain(files.cert, files.key)
+    return context
+
+
 class _EncryptedError(Exception):
     """The key needs a passphrase."""
 
