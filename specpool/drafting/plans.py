@@ -9,10 +9,12 @@ MAX_DRAFT_LAG = 2
 
 
 class DraftMethod(enum.StrEnum):
-    """The draft worker's model, prompt lookup, or the better of the two in each round."""
+    """Where draft tokens come from. `specpool.v1.DraftMethod` documents the members."""
 
     MODEL = "model"
     NGRAM = "ngram"
+    SUFFIX = "suffix"
+    PREDICTION = "prediction"
     BEST = "best"
 
 

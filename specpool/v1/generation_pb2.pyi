@@ -15,10 +15,14 @@ class DraftMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFT_METHOD_MODEL: _ClassVar[DraftMethod]
     DRAFT_METHOD_NGRAM: _ClassVar[DraftMethod]
     DRAFT_METHOD_BEST: _ClassVar[DraftMethod]
+    DRAFT_METHOD_SUFFIX: _ClassVar[DraftMethod]
+    DRAFT_METHOD_PREDICTION: _ClassVar[DraftMethod]
 DRAFT_METHOD_UNSPECIFIED: DraftMethod
 DRAFT_METHOD_MODEL: DraftMethod
 DRAFT_METHOD_NGRAM: DraftMethod
 DRAFT_METHOD_BEST: DraftMethod
+DRAFT_METHOD_SUFFIX: DraftMethod
+DRAFT_METHOD_PREDICTION: DraftMethod
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculative", "priority", "cache_salt")
@@ -160,12 +164,22 @@ class ChoiceConstraint(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpeculativeParams(_message.Message):
-    __slots__ = ("num_speculative_tokens", "method")
+    __slots__ = ("num_speculative_tokens", "method", "prediction")
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     num_speculative_tokens: int
     method: DraftMethod
-    def __init__(self, num_speculative_tokens: _Optional[int] = ..., method: _Optional[_Union[DraftMethod, str]] = ...) -> None: ...
+    prediction: Prediction
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., method: _Optional[_Union[DraftMethod, str]] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("text", "tokenized")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZED_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokenized: TokenizedInput
+    def __init__(self, text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "matched_token_id", "matched_stop_str", "seed", "usage", "speculative_decoding", "timings", "logprobs", "index", "other_samples", "starts_in_reasoning")
@@ -224,14 +238,18 @@ class GenerateChunk(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculativeDecodingStats(_message.Message):
     __slots__ = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
