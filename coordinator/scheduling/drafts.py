@@ -157,14 +157,15 @@ class Drafts(DraftItems):
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The tokens of the lookup that remain since the round was planned."""
-        sequence, looked_up = self.sequence, self.plan.lookup_ids
-        if not looked_up:
+        """The next tokens of the lookup, if the tokens gained since it was planned agree with it."""
+        sequence, limit, looked_up = self.sequence, len(self.plan.lookup_ids), self.plan.lookup.token_ids
+        if not limit:
             return ()
         gained, pending_gain = tuple(sequence.token_ids[self._planned_length :]), sequence.target.max_pending_gain
         if gained != looked_up[: len(gained)] or pending_gain > 1:
             return ()
-        return looked_up[len(gained) + pending_gain :][: max(0, sequence.max_num_draft_tokens)]
+        start = len(gained) + pending_gain
+        return looked_up[start : start + max(0, min(limit, sequence.max_num_lookup_tokens))]
 
     def select(self) -> tuple[int, int] | None:
         """Select the branch that matches the round before. Return its outcome; None if there were no branches."""

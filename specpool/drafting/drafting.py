@@ -78,7 +78,7 @@ class Drafting:
         self.sources.index_answers()
         is_own = self.costs.has_own_draft = worker is not None and worker.is_own
         limits = {s.sequence_id: self._max_num_draft_tokens(s, is_own) for s in drafting}
-        lookups = {s.sequence_id: self.sources.propose(s, limits[s.sequence_id]) for s in drafting}
+        lookups = {s.sequence_id: self._look_up(s) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
         options = {
@@ -143,7 +143,8 @@ class Drafting:
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.ledger.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
+        observed = sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial
+        self.lengths.ledger.observe(*observed, parts=outcome.lookup_parts)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 
@@ -172,7 +173,7 @@ class Drafting:
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between rounds, and how long the coordinator takes for other rounds."""
         costs, verified = self.costs, outcome.verified
-        if outcome.method is None or outcome.has_own_drafts:
+        if not outcome.called_draft:
             costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
@@ -211,13 +212,18 @@ class Drafting:
         self.sources.forget(sequence_ids)
         self.lengths.forget(sequence_ids)
 
+    def _look_up(self, sequence: Sequence) -> Lookup:
+        """The most promising lookup. It begins with the tokens that pending rounds may yield."""
+        limit = sequence.max_num_lookup_tokens
+        return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
+
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
-            lookup=lookup,
+            lookup=lookup.after(sequence.num_pending_tokens),
         )
 
     def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:

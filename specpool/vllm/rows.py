@@ -95,6 +95,7 @@ class Sequence:
     is_decoding: bool = False
     """Whether vLLM has prefilled the row."""
     is_complete = False
+    num_pending_tokens = 0
     draft: DraftCache = field(default_factory=DraftCache)
 
     def __post_init__(self) -> None:
@@ -106,6 +107,11 @@ class Sequence:
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every step gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.max_length - len(self.token_ids) - 1)
+
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        """The same: vLLM has one limit for all drafts."""
+        return self.max_num_draft_tokens
 
     @property
     def key(self) -> tuple[int, ...]:
