@@ -61,6 +61,8 @@ class GenerationRequest:
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
+    prediction: tuple[int, ...] = ()
+    """Tokens that the answer probably repeats in large part, drafted whatever the method. Empty: none."""
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
     cache_salt: str = ""
@@ -151,6 +153,11 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that count towards the limit of the queue."""
+        return self.prompt_length + len(self.request.prediction)
 
     @property
     def num_generated(self) -> int:

@@ -46,9 +46,9 @@ HOSTILE = {
         "chat.messages",
         "has more than 1024 entries",
     ),
-    "a million characters": (chat("x" * 1_000_000), "chat.messages", "the prompt has 1000000 bytes, more than 655355"),
-    "many tokens": (chat("x" * 600_000), "chat.messages", "the prompt has more than 131071 tokens"),
-    "a long text": (pb.GenerateRequest(text="é" * 1_000_000), "text", "the prompt has 2000000 bytes"),
+    "a million characters": (chat("x" * 1_000_000), "chat.messages", "has 1000000 bytes, more than 655355"),
+    "many tokens": (chat("x" * 600_000), "chat.messages", "has more than 131071 tokens"),
+    "a long text": (pb.GenerateRequest(text="é" * 1_000_000), "text", "has 2000000 bytes"),
     "four million ids": (make_request([1] * 4_000_000), "tokenized.input_ids", "4000000 tokens, more than 131071"),
     "a wrong id at the end": (make_request([1] * 100_000 + [VOCAB_SIZE]), "tokenized.input_ids", "257 must be below"),
 }

@@ -110,8 +110,8 @@ async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, se
     status, out, err = await specpool("generate", "--address", served.address, *options, stdin=lines)
     refused, answered = map(json.loads, out.splitlines())
     assert (status, refused["id"]) == (1, 1)
-    assert "the prompt is empty" in refused["error"]
-    assert "the prompt is empty" in err
+    assert "text: must not be empty" in refused["error"]
+    assert "text: must not be empty" in err
     assert len(answered["token_ids"]) == 2
 
 
