@@ -65,6 +65,8 @@ class GenerationRequest:
     """Tokens that the answer probably repeats in large part, drafted whatever the method. Empty: none."""
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects in the answer."""
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""

@@ -80,7 +80,9 @@ class Drafts:
 
     @property
     def method(self) -> DraftMethod | None:
-        return None if not self.draft_ids else DraftMethod.MODEL if self.likely_ids else DraftMethod.NGRAM
+        if not self.draft_ids:
+            return None
+        return DraftMethod.MODEL if self.likely_ids else self.plan.lookup.source.method
 
     @property
     def lookup(self) -> Lookup:

@@ -60,6 +60,7 @@ class Request:
     adaptive: bool = True
     method: DraftMethod = DraftMethod.BEST
     sampling: SamplingParams = GREEDY
+    prediction: Items[int] = ()
     cache_salt: str = ""
     namespace: tuple[str, str] = ("", "")
 
