@@ -61,8 +61,6 @@ class GenerationRequest:
     adaptive: bool = False
     """Choose the number of draft tokens in each round, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
-    prediction: tuple[int, ...] = ()
-    """Tokens that the answer probably repeats in large part, drafted whatever the method. Empty: none."""
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
     prediction: tuple[int, ...] = ()
