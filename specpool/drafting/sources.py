@@ -9,6 +9,7 @@ from typing import Protocol
 from specpool.drafting.acceptance import expected_gain
 from specpool.drafting.answer_source import AnswerSource
 from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup, LookupSource
+from specpool.drafting.predictions import PredictionSource
 from specpool.drafting.sequence_source import SequenceSource
 from specpool.drafting.sequences import Request, Sequence
 
@@ -53,7 +54,7 @@ class DraftSources:
         """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
         self.sequence = SequenceSource()
         self.answers = AnswerSource(store_tokens) if store_tokens else None
-        self.by_name: dict[LookupSource, Source] = {SEQUENCE: self.sequence}
+        self.by_name: dict[LookupSource, Source] = {SEQUENCE: self.sequence, PREDICTION: PredictionSource()}
         if self.answers is not None:
             self.by_name[ANSWERS] = self.answers
 

@@ -75,6 +75,13 @@ def test_methods_choose_the_sources(method: DraftMethod, sources: set[LookupSour
     assert {lookup.source for lookup in lookups if lookup.token_ids} == sources
 
 
+@pytest.mark.parametrize("method", DraftMethod)
+def test_a_prediction_drafts_with_every_method(method: DraftMethod) -> None:
+    """Validation refuses contradictions; a server's default method is none."""
+    lookup = make_sources().propose(make_sequence((1, 2), method=method, prediction=ANSWER), 3)
+    assert (lookup.token_ids, lookup.source) == (ANSWER[:3], LookupSource.PREDICTION)
+
+
 def test_only_adaptive_requests_draft_after_a_single_repeated_token() -> None:
     sources, prompt = make_sources(), (7, 8, 9, 7)
     assert found_by(sources, make_sequence(prompt), 2) == ((8, 9), 1, OWN)
