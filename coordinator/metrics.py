@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from coordinator.recording.recorder import RESULTS as RECORDING_RESULTS
 from coordinator.requests.in_flight import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR, DraftCounters
 from coordinator.scheduling.sequence import FinishReason
@@ -104,6 +105,10 @@ class CoordinatorMetrics:
         yield counter("target_takeovers", text, self._coordinator.lanes.takeovers)
         audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
         yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
+        recorder = self._coordinator.recorder
+        recorded = recorder.results if recorder is not None else dict.fromkeys(RECORDING_RESULTS, 0)
+        text = "Finished answers selected for the recording, by result."
+        yield counter("recorded_answers", text, recorded, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}

@@ -123,6 +123,8 @@ class UpSettings(ListeningSettings):
     chat_template: Path | None = COORDINATOR["chat_template"]
     reasoning_tags: str = COORDINATOR["reasoning_tags"]
     audit_share: float | None = COORDINATOR["audit_share"]
+    record: Path | None = COORDINATOR["record"]
+    record_share: float | None = COORDINATOR["record_share"]
 
     @field_validator("target_devices", "standby_devices")
     @classmethod
