@@ -1,20 +1,17 @@
 """Recording of answers in the Helm chart: a bounded volume of the coordinators."""
 
 import re
+from pathlib import Path
 
 from helm_chart import COMPONENT, DEFAULTS, container_of, of_kind, pod_templates, render, template
-from pod_settings import mounted, pod_environment
+from pod_settings import mounted, pod_settings
 
 
 def test_coordinators_record_into_a_bounded_volume() -> None:
-    manifests = template("--set", "record.enabled=true,record.sizeGiB=3")
-    environment = pod_environment(manifests, "coordinator")
-    recorded = {name: value for name, value in environment.items() if "RECORD" in name}
-    assert recorded == {
-        "SPECPOOL_RECORD": "/record/answers",
-        "SPECPOOL_RECORD_SHARE": "1",
-        "SPECPOOL_RECORD_MAX_BYTES": "3GiB",
-    }
+    manifests = template("--set-json", 'record={"enabled": true, "share": 0.5, "sizeGiB": 3}')
+    settings = pod_settings(manifests, "coordinator")
+    assert (settings.record, settings.record_share) == (Path("/record/answers"), 0.5)
+    assert settings.record_max_bytes == 3 * 2**30
     # Kubernetes evicts a pod that exceeds the limit, so recordings must stay below it.
     assert mounted(manifests, "coordinator")["/record"]["emptyDir"] == {"sizeLimit": "4Gi"}
     assert container_of(manifests, "coordinator")["securityContext"]["readOnlyRootFilesystem"]
