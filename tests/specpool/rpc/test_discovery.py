@@ -66,7 +66,9 @@ async def test_only_an_answer_of_dns_withdraws_servers(error: int) -> None:
             raise socket.gaierror(error, "no records")
         return ["10.0.0.1"]
 
-    lasting, forgetting = (Discovery(["dns:///one:7"], resolve, forgets).endpoints() for forgets in (False, True))
+    lasting, forgetting = (
+        Discovery(["dns:///one:7"], resolve, forgets=forgets).endpoints() for forgets in (False, True)
+    )
     known = [Endpoint("10.0.0.1:7", "one")]
     assert await anext(lasting) == await anext(forgetting) == known
     is_up = False
