@@ -103,6 +103,12 @@ def test_a_canary_is_guarded_and_watched_like_a_draft() -> None:
     assert "specpool-draft-canary" in of_kind(manifests, "PodDisruptionBudget")
 
 
+@pytest.mark.parametrize(("replicas", "budgets"), [(1, set()), (2, {"specpool-draft-canary"})])
+def test_only_several_canaries_have_a_budget(replicas: int, budgets: set[str]) -> None:
+    manifests = with_canary(f"draft.canary.replicas={replicas}")
+    assert of_kind(manifests, "PodDisruptionBudget").keys() == budgets
+
+
 def selected(selector: dict[str, Any]) -> list[str]:
     """Return the components that a selector lists."""
     [expression] = selector["matchExpressions"]
