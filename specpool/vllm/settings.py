@@ -6,9 +6,9 @@ vLLM calls its interface for custom drafters experimental. Only this module and 
 import io
 from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
@@ -18,12 +18,31 @@ from specpool.vllm.drafter import Limits
 
 TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
+MAX_LOOKUP_STORE_TOKENS = 2**24
+"""Takes 1 GiB."""
+
+Method = Literal["model", "ngram", "suffix", "best"]
+"""vLLM's requests carry no predictions."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
     """`SPECPOOL_*` variables of the vLLM process."""
 
-    draft_address: DraftAddress = Field(description="host:port of the draft worker")
+    draft_address: DraftAddress | None = Field(
+        None, description="host:port of the draft worker; unset: lookups are the only drafts"
+    )
+    draft_method: Method = Field(
+        "best",
+        description="model (the draft worker), ngram (the row's own tokens), suffix (also earlier answers), or best of "
+        "all per step",
+    )
+    lookup_store_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_LOOKUP_STORE_TOKENS,
+        description="maximum tokens of finished answers to keep, for lookups by all later requests; 0: keep none. vLLM "
+        "names no clients, so users can measure that an answer was given before",
+    )
     draft_start_seconds: Seconds = Field(
         60.0, ge=0, description="time for the draft worker to answer when vLLM starts; vLLM exits afterwards"
     )
@@ -39,6 +58,17 @@ class RemoteDraftSettings(Settings, ClientSecurity):
     prefill_tokens: int = Field(
         512, ge=1, le=UINT32_MAX, description="maximum prompt tokens sent to the draft worker in one step"
     )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        has_address, method = self.draft_address is not None, self.draft_method
+        if method == "model" and not has_address:
+            raise ValueError("draft_method model needs a draft_address")
+        if method in ("ngram", "suffix") and has_address:
+            raise ValueError(f"draft_method {method} does not use the draft worker at draft_address")
+        if self.lookup_store_tokens and method not in ("suffix", "best"):
+            raise ValueError(f"draft_method {method} does not use lookup_store_tokens")
+        return self
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -94,6 +124,7 @@ class VllmModel:
             vocab_size=self._vocab_size,
             draft_max_length=settings.draft_max_length or self._max_model_len,
             prefill_tokens=settings.prefill_tokens,
+            lookup_store_tokens=settings.lookup_store_tokens,
         )
 
     def info(self) -> WorkerInfo:

@@ -7,14 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from transformers import PreTrainedTokenizerFast
 
+from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
+from specpool.drafting.ledger import Ledger
 from specpool.testing import VOCAB_SIZE, FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
+from specpool.vllm.costs import LearnedTimes
 
 MAX_MODEL_LEN, MAX_ROWS = 512, 16
 STEP_SECONDS = 0.01
 """Duration of a step. Drafts cannot save time in an instant step."""
+
+
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft in every step. test_vllm_pacing.py tests when drafts pay, in virtual time."""
+    monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
+    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
+    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
+    monkeypatch.setattr(Ledger, "observe", lambda *_: None)
+    monkeypatch.setattr(LearnedTimes, "observe", lambda *_: None)
 
 
 def save_tokenizer(folder: Path) -> str:
