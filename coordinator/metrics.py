@@ -16,7 +16,7 @@ from specpool.drafting.plans import DraftMethod, SpeculationState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")
-DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM, GRAMMAR)
+DRAFT_METHODS = (*(method for method in DraftMethod if method is not DraftMethod.BEST), GRAMMAR)
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 """Buckets of draft lengths and of group sizes."""
 

@@ -63,6 +63,8 @@ class GenerationRequest:
     method: DraftMethod = DraftMethod.MODEL
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects in the answer."""
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""

@@ -11,10 +11,10 @@ from specpool.drafting.acceptance import agreement_length, known_tokens, likely_
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import DraftCall, draft_steps
-from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
@@ -83,7 +83,9 @@ class Drafts:
 
     @property
     def method(self) -> DraftMethod | None:
-        return None if not self.draft_ids else DraftMethod.MODEL if self.likely_ids else DraftMethod.NGRAM
+        if not self.draft_ids:
+            return None
+        return DraftMethod.MODEL if self.likely_ids else self.plan.lookup.source.method
 
     @property
     def lookup(self) -> Lookup:
@@ -97,8 +99,8 @@ class Drafter:
         self.round_id = 0
         """Number of the current round."""
         self._costs = StepCosts()
-        lookup = PromptLookup(limits.lookup_store_tokens)
-        self.drafting = Drafting(limits.num_speculative_tokens, self._costs, lookup)
+        sources = DraftSources(limits.lookup_store_tokens)
+        self.drafting = Drafting(limits.num_speculative_tokens, self._costs, sources)
         salt = SHARED_SALT if limits.lookup_store_tokens else ""
         self._limits, self._request = limits, Request(limits.num_speculative_tokens, method, salt)
         self._ids = count(1)
@@ -231,7 +233,7 @@ class Drafter:
         gone = [sequence.sequence_id for sequence in without_row]
         for sequence in without_row:
             sequence.is_complete = True
-            self.drafting.lookup.store_answer(sequence)
+            self.drafting.sources.observe(sequence, NO_LOOKUP)
         self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
         return gone

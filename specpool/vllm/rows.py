@@ -62,6 +62,7 @@ class Request:
     """Not empty: rows share their answers."""
     adaptive: bool = True
     sampling: SamplingParams = GREEDY
+    prediction: Items[int] = ()
 
     @property
     def namespace(self) -> tuple[str, str]:
