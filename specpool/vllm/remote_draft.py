@@ -80,7 +80,8 @@ class RemoteDraft:
             self._drafter = Drafter(model.limits(settings), DraftMethod(settings.draft_method))
 
     def _connect(self, address: str, settings: RemoteDraftSettings, model: VllmModel) -> BlockingDraftLink:
-        connector, target = Connector(address, **settings.security), ServedModel(model.info())
+        tokenizer = model.tokenizer()
+        connector, target = Connector(address, **settings.security), ServedModel(model.info(tokenizer), tokenizer)
         link = BlockingDraftLink(connector, f"vllm-{uuid.uuid4().hex}", settings.draft_timeout_seconds, target)
         try:
             link.start(settings.draft_start_seconds)

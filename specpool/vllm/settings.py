@@ -20,6 +20,8 @@ TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
 MAX_LOOKUP_STORE_TOKENS = 2**24
 """Takes 1 GiB."""
+MISTRAL_MODE = "mistral"
+"""vLLM's `tokenizer_mode` without a tokenizer of the Hugging Face library."""
 
 Method = Literal["model", "ngram", "suffix", "best"]
 """vLLM's requests carry no predictions."""
@@ -100,6 +102,7 @@ class VllmModel:
             self._num_speculative_tokens = int(config.speculative_config.num_speculative_tokens)
             self._max_model_len, self._vocab_size = int(model.max_model_len), int(model.get_vocab_size())
             self._model, self._tokenizer = str(model.model), str(model.tokenizer)
+            self._tokenizer_mode, self._eos = str(model.tokenizer_mode), getattr(model.hf_config, "eos_token_id", None)
             self._revision, self._trust_remote_code = model.tokenizer_revision, bool(model.trust_remote_code)
             last_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
             self.drafts = parallel.rank == parallel.world_size - last_stage
@@ -127,10 +130,12 @@ class VllmModel:
             lookup_store_tokens=settings.lookup_store_tokens,
         )
 
-    def info(self) -> WorkerInfo:
-        """The model and its tokenizer, to compare with the draft worker's. ValueError if it cannot be read."""
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer, for the draft worker. ValueError if it cannot be read."""
         from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
 
+        if self._tokenizer_mode == MISTRAL_MODE:
+            raise ValueError(f"tokenizer_mode {MISTRAL_MODE} has no tokenizer.json to compare with the draft's; use hf")
         try:  # as vLLM does, so that the user's trust_remote_code decides whether a repository's own code runs
             tokenizer = AutoTokenizer.from_pretrained(
                 self._tokenizer, revision=self._revision, trust_remote_code=self._trust_remote_code
@@ -138,7 +143,13 @@ class VllmModel:
         except (OSError, ValueError, ImportError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot read the tokenizer {self._tokenizer}: {reason}") from None
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer of {self._model} has no fast form (tokenizer.json)")
-        files = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ())
-        return WorkerInfo(model=self._model, tokenizer_fingerprint=files.fingerprint)
+        special = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+        eos = self._eos if isinstance(self._eos, list) else [self._eos]
+        ids = {*eos, tokenizer.eos_token_id} - {None}
+        return TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", special, tuple(sorted(ids)))
+
+    def info(self, tokenizer: TokenizerFiles) -> WorkerInfo:
+        """The model, to compare with the draft worker's."""
+        return WorkerInfo(model=self._model, vocab_size=self._vocab_size, tokenizer_fingerprint=tokenizer.fingerprint)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
 from specpool.drafting.ledger import Ledger
-from specpool.testing import VOCAB_SIZE, FakeTarget, byte_tokenizer
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
 from specpool.vllm.costs import LearnedTimes
 
@@ -42,7 +42,9 @@ def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, 
         model_config=SimpleNamespace(
             model="served",
             tokenizer=tokenizer,
+            tokenizer_mode="auto",
             tokenizer_revision=None,
+            hf_config=SimpleNamespace(eos_token_id=[EOS_TOKEN_ID]),
             trust_remote_code=False,
             max_model_len=MAX_MODEL_LEN,
             get_vocab_size=lambda: VOCAB_SIZE,

@@ -90,6 +90,12 @@ async def test_invalid_settings_are_refused(
     assert logged.startswith("RemoteDraft cannot start: SPECPOOL_* variables: ")
 
 
+async def test_a_mistral_tokenizer_is_refused(tokenizer: str, refused: Refused) -> None:
+    config = vllm_config(tokenizer)
+    config.model_config.tokenizer_mode = "mistral"
+    assert "tokenizer_mode mistral has no tokenizer.json" in await refused(config, DRAFT_ADDRESS=NOWHERE)
+
+
 async def test_an_unreadable_tokenizer_is_named(tmp_path: Path, refused: Refused) -> None:
     text = await refused(vllm_config(str(tmp_path)), DRAFT_ADDRESS=NOWHERE)
     assert text.startswith(f"cannot read the tokenizer {tmp_path}: ")
