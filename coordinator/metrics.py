@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from coordinator.recording.recorder import RESULTS as RECORDING_RESULTS
 from coordinator.requests.in_flight import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR, DraftCounters
 from coordinator.scheduling.sequence import FinishReason
@@ -104,6 +105,10 @@ class CoordinatorMetrics:
         yield counter("target_takeovers", text, self._coordinator.lanes.takeovers)
         audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
         yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
+        recorder = self._coordinator.recorder
+        recorded = recorder.results if recorder is not None else dict.fromkeys(RECORDING_RESULTS, 0)
+        text = "Finished answers selected for the recording, by result."
+        yield counter("recorded_answers", text, recorded, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}
@@ -118,9 +123,13 @@ class CoordinatorMetrics:
         windows = [lane.window for lane in coordinator.lanes]
         used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        text, tokens = "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
+        text, tokens = "Tokens of the prompts and predictions in the queue.", coordinator.queue.waiting.tokens
         yield gauge("prompt_tokens_waiting", text, tokens)
-        yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
+        yield gauge(
+            "prompt_tokens_waiting_limit",
+            "Maximum tokens of prompts and predictions in the queue.",
+            settings.queue_tokens,
+        )
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
         yield gauge("window_used", "Places of the window in use, including leaving samples.", used)
         yield gauge("target_slots", "Sequences that the target workers can hold.", slots)

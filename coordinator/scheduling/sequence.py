@@ -160,6 +160,11 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that count towards the limit of the queue."""
+        return self.prompt_length + len(self.request.prediction)
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_length
 

@@ -52,6 +52,8 @@ class Lookup(NamedTuple):
     """Number of matched tokens before it."""
     start: int = 0
     """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
+    bins: tuple[int, ...] = ()
+    """Of each token: where its source counts whether it was right."""
 
     def after(self, num_tokens: int) -> "Lookup":
         """The lookup without its first tokens, for a round after a pending one."""
