@@ -1,7 +1,8 @@
 """Simulated clients: send requests to the real coordinator, and compare every token with the right answer."""
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.requests.generation import Generation
@@ -115,6 +116,18 @@ class Client:
             n=request.n,
             adaptive=request.k is None,
             method=DraftMethod(request.method),
-            cache_salt="salt" if request.method == "ngram" else "",
+            prediction=_predicted(self._answers[0], request),
+            cache_salt="salt" if request.method in ("ngram", "suffix") else "",
             client=request.client,
         )
+
+
+def _predicted(answer: Sequence[int], request: Request) -> tuple[int, ...]:
+    """The client's prediction of its answer."""
+    if request.edits is None:
+        return ()
+    rng, tokens = random.Random(request.name), list(answer)
+    for _ in range(request.edits):
+        place = rng.randrange(len(tokens) + 1)
+        tokens[place : place + rng.randrange(3)] = [rng.randrange(EOS) for _ in range(rng.randrange(3))]
+    return tuple(tokens)

@@ -127,7 +127,8 @@ def _request(rng: random.Random, number: int, span: float) -> Request:
         n=n,
         seed=rng.randrange(1, 2**31) if n > 1 or rng.random() < 0.3 else 0,
         k=rng.choice([None, None, 0, 1, 2, 4, 8]),
-        method=rng.choice(["model", "model", "best", "ngram"]),
+        method=rng.choice(["model", "model", "best", "ngram", "suffix", "prediction"]),
+        edits=rng.choice([None, None, None, 0, 1, 3, MAX_TOKENS]),
         leaves_after=rng.uniform(0.01, 2.0) if rng.random() < 0.2 else None,
         reads_slowly=rng.choice([0.5, 3.0, 9.0]) if rng.random() < 0.1 else 0.0,
     )
