@@ -19,11 +19,19 @@ class FakeDraft(FakeDrafter):
     Each further branch matches in half of the remaining cases.
     """
 
-    def __init__(self, target: FakeTarget, acceptance: float = 0.7, max_branches: int = 64, **knobs: Any) -> None:
-        """`max_branches`: see `WorkerLoad`."""
+    def __init__(
+        self, target: FakeTarget, acceptance: float = 0.7, max_branches: int = 64, weights: str = "", **knobs: Any
+    ) -> None:
+        """`max_branches`: see `WorkerLoad`. `weights`: fingerprint of the weights."""
         super().__init__(acceptance, **knobs)
+        self.weights = weights
         self.max_branches = max_branches
         self.drafts_for(target.choose_legal, self.grammars)
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Fingerprint of the weights; empty: unknown."""
+        return self.weights
 
     def _register(self, server: grpc.aio.Server) -> None:
         draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
