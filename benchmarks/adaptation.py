@@ -1,6 +1,6 @@
 """Adapt a draft to a narrow domain: record answers, train the embedded draft on them, and compare both drafts.
 
-    python -m benchmarks.adaptation [--num-prompts 400] [--held-out 80] [--epochs 2] [--output FOLDER]
+    python -m benchmarks.adaptation [--num-prompts 400] [--held-out 80] [--epochs 4] [--output FOLDER]
 
 The prompts are those of `benchmarks.domain`. A service with the embedded pair first answers the held-out prompts, with
 a cache salt, so that it does not record them, and then records its answers to the other prompts. `specpool distill
@@ -11,7 +11,6 @@ both drafts with four draft tokens per round of the draft model (k4), and with t
 
 import argparse
 import asyncio
-import os
 import resource
 import subprocess
 import sys
@@ -40,7 +39,8 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=whole(64, 10_000), default=400, help="prompts to record the answers of")
     parser.add_argument("--held-out", type=whole(1, 10_000), default=80, help="further prompts, to measure with")
     parser.add_argument("--max-tokens", type=whole(8, 1000), default=96, help="maximum tokens of an answer")
-    parser.add_argument("--epochs", type=real(0.01, 100), default=2.0, help="passes of the training over the answers")
+    parser.add_argument("--epochs", type=real(0.01, 100), default=4.0, help="passes of the training over the answers")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the training")
     parser.add_argument("--output", type=output_folder, help="folder for the recording, the draft and the result")
     options = parser.parse_args()
     prompts = domain_prompts()
@@ -64,7 +64,7 @@ def adapt(held_out: list[str], recorded: list[str], folder: Path, options: argpa
     began = time.perf_counter()
     before, answers = asyncio.run(serve(held_out, recorded, options.max_tokens, record=traffic))
     trained_from = time.perf_counter()
-    cpu_seconds = distill(traffic, draft, options.epochs)
+    cpu_seconds = distill(traffic, draft, "--epochs", str(options.epochs), "--precision", options.precision)
     trained = time.perf_counter()
     after, answers_after = asyncio.run(serve(held_out, [], options.max_tokens, draft=str(draft / "model")))
     rows = [{"draft": name, **row} for name, rows in (("embedded", before), ("adapted", after)) for row in rows]
@@ -121,11 +121,11 @@ def acceptance(responses: Sequence[pb.GenerateResponse]) -> Row:
     }
 
 
-def distill(traffic: Path, draft: Path, epochs: float) -> float:
+def distill(traffic: Path, draft: Path, *options: str) -> float:
     """Train the embedded draft on the recording. Return the seconds of CPU time."""
     command = [sys.executable, "-m", "specpool.distill", "--from", str(traffic), "--output", str(draft)]
     before = _child_seconds()
-    subprocess.run([*command, "--epochs", str(epochs)], check=True, stdout=sys.stderr, env=dict(os.environ))
+    subprocess.run([*command, *options], check=True, stdout=sys.stderr)
     return _child_seconds() - before
 
 
