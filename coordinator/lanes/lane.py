@@ -42,7 +42,7 @@ class Lane:
         self.window.is_open, self.window.is_standby = False, is_standby
         if is_standby:
             self._queue.windows.remove(self.window)
-        self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
+        self.drafting = Drafting(settings.max_num_speculative_tokens, sources=shared.sources)
         self._loop = RoundLoop(shared, self.window, Workers(link, draft), self.drafting)
         link.on_change, link.on_replaced = self.update, self._target_replaced
         link.on_evicted = self.window.forget_pages

@@ -63,6 +63,8 @@ class GenerationRequest:
     method: DraftMethod = DraftMethod.MODEL
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects in the answer."""
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""
@@ -151,6 +153,11 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that count towards the limit of the queue."""
+        return self.prompt_length + len(self.request.prediction)
 
     @property
     def num_generated(self) -> int:

@@ -69,6 +69,8 @@ class RoundOutcome(Generic[C_co]):
         was_asked = self.called_draft or self.has_own_drafts
         if was_asked or any(commit.method is DraftMethod.MODEL for commit in self.commits):
             return DraftMethod.MODEL
+        if drafted := [(commit.drafted, commit.method) for commit in self.commits if commit.method is not None]:
+            return max(drafted)[1]
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
 
     @property

@@ -28,6 +28,7 @@ class Request:
     num_speculative_tokens: int
     adaptive: bool = True
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    prediction: Items[int] = ()
     cache_salt: str = ""
     namespace: tuple[str, str] = ("", "")
 

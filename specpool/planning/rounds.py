@@ -109,7 +109,7 @@ class _Server:
         known = [*recording.prompt, *recording.token_ids[: max(1, int(share * len(recording.token_ids)))]]
         cache = DraftCache(len(known) - 1)
         sequence = Sequence(next(self._ids), self._request, recording, known, cache)
-        self._drafting.lookup.look_up(sequence, self._request.num_speculative_tokens)  # indexes the prompt
+        self._drafting.sources.propose(sequence, self._request.num_speculative_tokens)  # indexes the prompt
         sequence.is_decoding = True
         return sequence
 

@@ -57,11 +57,17 @@ class Request:
     """What `specpool.drafting.sequences.Request` asks of every row. The draft worker drafts greedily."""
 
     num_speculative_tokens: int
-    adaptive: bool = True
     method: DraftMethod = DraftMethod.BEST
-    sampling: SamplingParams = GREEDY
     cache_salt: str = ""
-    namespace: tuple[str, str] = ("", "")
+    """Not empty: rows share their answers."""
+    adaptive: bool = True
+    sampling: SamplingParams = GREEDY
+    prediction: Items[int] = ()
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """All rows have the same client."""
+        return "", self.cache_salt
 
 
 @dataclass(eq=False)
@@ -93,7 +99,8 @@ class Sequence:
     """Maximum tokens of a row in vLLM."""
     is_decoding: bool = False
     """Whether vLLM has prefilled the row."""
-    is_complete = False
+    is_complete: bool = False
+    """Whether the row has left the batch: finished, aborted or preempted."""
     draft: DraftCache = field(default_factory=DraftCache)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import COMPONENTS, WORKERS, image_environment, project, settings_of
+from deployment import WORKERS, image_environment, project, settings_of
 from helm_chart import (
     ALL_VALUES,
     COMPONENT,
@@ -340,20 +340,6 @@ def gpus_of(name: str) -> dict[str, dict[str, int]]:
 
 
 # --- Several workers of one coordinator
-
-
-def test_a_partition_updates_only_the_last_drafts() -> None:
-    sets = of_kind(render("draft-canary"), "StatefulSet")
-    strategies = {name: item["spec"]["updateStrategy"] for name, item in sets.items()}
-    canary = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
-    assert strategies.pop("specpool-draft-worker") == canary
-    assert list(strategies.values()) == [{"type": "RollingUpdate"}] * 2
-    faster = template(*values_of("draft-canary"), "--set", "updateStrategy.rollingUpdate.maxUnavailable=2")
-    given = of_kind(faster, "StatefulSet")["specpool-draft-worker"]["spec"]["updateStrategy"]["rollingUpdate"]
-    assert given == {"partition": 2, "maxUnavailable": 2}
-    before = template(*values_of("draft-canary"), "--set", "draft.model=Qwen/Qwen3-0.6B,draft.revision=")
-    changed = [name for name in COMPONENTS if pod_template(before, name) != pod_template(render("draft-canary"), name)]
-    assert changed == ["draft-worker"]  # the update restarts nothing else
 
 
 @pytest.mark.parametrize("name", REPLICATED)

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 from serving import RecordingDraft
-from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, save_tokenizer, vllm_config
+from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, always_draft, save_tokenizer, vllm_config
 
 from coordinator.workers import link
-from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
-from specpool.drafting.ledger import Ledger
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
-from specpool.vllm.costs import LearnedTimes
 
 FINGERPRINT = TokenizerFiles(byte_tokenizer().to_str().encode(), "", {}, ()).fingerprint
 PATIENCE_SECONDS = 30
@@ -35,12 +32,7 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always draft. test_vllm_pacing.py tests when drafts pay, in virtual time."""
-    monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
-    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
-    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
-    monkeypatch.setattr(Ledger, "observe", lambda *_: None)
-    monkeypatch.setattr(LearnedTimes, "observe", lambda *_: None)
+    always_draft(monkeypatch)
 
 
 @dataclass
