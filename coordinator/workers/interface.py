@@ -8,6 +8,7 @@ from typing import Protocol
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 
 
@@ -63,6 +64,8 @@ class Target(Worker, Protocol):
     def info(self) -> WorkerInfo | None: ...
     @property
     def instance_id(self) -> str: ...
+    @property
+    def tokenizer_files(self) -> TokenizerFiles | None: ...
     def has_ended(self, instance_id: str) -> bool | None: ...
     @property
     def draft_step_times(self) -> StepTimes: ...
