@@ -67,7 +67,7 @@ class SuffixIndex:
 
 
 def _linked(links: Sequence[int], end: int, limit: int) -> list[int]:
-    ends = []
+    ends = list[int]()
     while end and len(ends) < limit:
         ends.append(end)
         end = links[end]
