@@ -25,12 +25,16 @@ class Drafts(DraftItems):
         chance: Callable[[float], float],
         own_draft: WorkerInfo | None,
     ) -> None:
-        """`chance`: acceptance probability by draft probability. For the other arguments see `DraftItems`."""
+        """`chance`: acceptance probability by draft probability, for sequences without a draft model of their own.
+
+        For the other arguments see `DraftItems`.
+        """
         super().__init__(sequence, plan, round_id, own_draft)
         self.proposal: Proposal | None = None
         """The proposal whose tokens the round verifies."""
         self.cache_misses = 0
-        self._chance = chance
+        model = sequence.draft.model
+        self._chance = chance if model is None else model.calibration.chance
         self._planned_length = len(sequence.token_ids)
         self._ahead: Proposal | None = None
         """Branches drafted during the verification."""

@@ -47,14 +47,17 @@ class StepTimes:
         self._keep_plausible()
 
     @classmethod
-    def in_parallel(cls, workers: Sequence["StepTimes"]) -> "StepTimes":
-        """Times of workers that share the rows of each pass equally. The slowest worker counts."""
-        count, max_rows = len(workers), [times.max_rows for times in workers if times.max_rows]
+    def in_parallel(cls, workers: Sequence["StepTimes"], share: float = 1.0) -> "StepTimes":
+        """Times of workers that share the rows of each pass equally. The slowest worker counts.
+
+        `share`: of the rows of a pass that these workers run. Others, which do not count, run the rest.
+        """
+        count, max_rows = len(workers) / share, [times.max_rows for times in workers if times.max_rows]
         return cls(
-            {count * rows: max(times._line(rows) for times in workers) for rows in workers[0]._rows},
+            {round(count * rows): max(times._line(rows) for times in workers) for rows in workers[0]._rows},
             max(times._measured_at for times in workers),
             max(times._per_cached for times in workers) / count,
-            count * min(max_rows, default=0),
+            round(count * min(max_rows, default=0)),
         )
 
     def __call__(self, rows: float) -> float:

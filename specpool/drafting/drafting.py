@@ -6,6 +6,8 @@ from collections.abc import Sequence as Items
 from specpool.drafting.acceptance import Acceptance, Calibration
 from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.draft_models import DraftModel
+from specpool.drafting.draft_shares import DraftShares, Speeds
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.outcome import DraftCall, RoundOutcome
@@ -34,13 +36,23 @@ class Drafting:
     """Plans how rounds draft, and learns from them."""
 
     def __init__(
-        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, sources: DraftSources | None = None
+        self,
+        max_num_draft_tokens: int,
+        costs: RoundCosts | None = None,
+        sources: DraftSources | None = None,
+        shares: DraftShares | None = None,
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared."""
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared.
+
+        `shares`: of several draft models; default: the bandit's.
+        """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.sources = sources if sources is not None else DraftSources()
         self.calibration = Calibration()
+        self.shares = shares if shares is not None else DraftShares()
+        self._models: dict[int, DraftModel] = {}
+        """The draft model of each sequence that was assigned one."""
         self._forced_tokens = Acceptance()
         self._draft_steps = 0
         """Draft steps that preceded the last round's verification."""
@@ -57,8 +69,42 @@ class Drafting:
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """For the draft worker: acceptance by draft probability, and the minimum gain of a draft step in tokens."""
-        return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
+        """For the only draft: acceptance by draft probability, and `step_cost`."""
+        return self.calibration.chances, self.step_cost
+
+    @property
+    def step_cost(self) -> float:
+        """The minimum gain of a draft step in tokens."""
+        return self.lengths.plan.speed * self.costs.draft(1)
+
+    @property
+    def speeds(self) -> Speeds:
+        """Expected speeds of a batch of the present size."""
+        return Speeds(self.costs, max(1, self.lengths.plan.sequences), self.lengths.max_num_draft_tokens)
+
+    def assign(self, group: Iterable[Sequence], models: Items[DraftModel]) -> None:
+        """Assign a draft model to each sequence that may use one. A sequence keeps its model while that is ready.
+
+        `models`: those with a ready worker.
+        """
+        ready = {model.key: model for model in models}
+        for sequence in group:
+            sequence_id, before = sequence.sequence_id, sequence.draft.model
+            if not sequence.request.num_speculative_tokens or sequence.request.method not in MODEL_METHODS:
+                continue
+            model = ready.get(before.key) if before is not None else None
+            model = model or self.shares.choose(models, self.speeds)
+            if model is not self._models.get(sequence_id):
+                self._end_samples([sequence_id])
+            sequence.draft.model = model
+            if model is not None:
+                self._models[sequence_id] = model
+                self.lengths.acceptance.assign(sequence_id, model.acceptance)
+
+    def _end_samples(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            if (model := self._models.pop(sequence_id, None)) is not None:
+                self.shares.end(model, [sequence_id])
 
     def plan_round(
         self,
@@ -157,11 +203,14 @@ class Drafting:
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted = commit.drafted if commit.method is DraftMethod.MODEL else 0
-        accepted = min(commit.num_agreed, drafted)
-        self.calibration.add(proposal.confidences[:drafted], accepted)
+        accepted, model = min(commit.num_agreed, drafted), commit.sequence.draft.model
+        calibration = self.calibration if model is None else model.calibration
+        calibration.add(proposal.confidences[:drafted], accepted)
+        if model is not None and drafted:
+            self.shares.observe(model, sequence_id, drafted, accepted)
         unverified = proposal.confidences[drafted : drafted + 1]
         if accepted == drafted and unverified:  # the first unverified token counts with its probability
-            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + self.chance(unverified[0]))
+            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + calibration.chance(unverified[0]))
         else:
             self.lengths.acceptance.add(sequence_id, drafted, accepted)
 
@@ -208,6 +257,7 @@ class Drafting:
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
+        self._end_samples(sequence_ids)
         self.sources.forget(sequence_ids)
         self.lengths.forget(sequence_ids)
 
@@ -239,6 +289,7 @@ class Drafting:
     def _reads_states(self, sequence: Sequence, options: DraftOptions | None) -> bool:
         """Whether a draft that reads hidden states drafts for a sequence now or soon. `options`: None if it rests."""
         has_model = options is not None and options.has_model
+        has_model &= sequence.draft.model is None or sequence.draft.model.features is not None
         return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
@@ -272,10 +323,11 @@ class Drafting:
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
-    """Whether the draft worker can draft for a sequence."""
+    """Whether a draft worker can draft for a sequence."""
+    model = sequence.draft.model
     return (
         worker is not None
         and sequence.request.method in MODEL_METHODS
-        and len(sequence.token_ids) < worker.max_model_len
+        and len(sequence.token_ids) < (worker.max_model_len if model is None else model.max_model_len)
         and worker.round_id >= sequence.draft.backoff_until
     )

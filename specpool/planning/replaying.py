@@ -5,6 +5,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from specpool.distill.replay import Prediction
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.protocol.rounds import LOOKUP_FACTOR, ItemStatus, Proposal
 from specpool.protocol.sampling import SamplingParams
@@ -36,6 +37,7 @@ class Request:
 @dataclass
 class DraftCache:
     start: int
+    model: DraftModel | None = None
     backoff_until: int = 0
 
 

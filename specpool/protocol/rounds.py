@@ -123,6 +123,8 @@ class ProposeRound:
     probability counts."""
     step_cost: float = 0.0
     """Minimum expected gain of a draft step over all items."""
+    translation_id: str = ""
+    """Translation of a target's tokens. Empty: the items' tokens are the draft's own."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import DraftMethod
 from specpool.protocol.sampling import SamplingParams
 
@@ -75,6 +76,7 @@ class DraftCache:
     """What the draft worker has cached of a sequence."""
 
     num_cached_tokens: int = 0
+    model: DraftModel | None = None
     backoff_until: int = 0
     """First round that may use the draft worker again after it had no free slot."""
 
