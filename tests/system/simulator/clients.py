@@ -1,8 +1,7 @@
 """Simulated clients: send requests to the real coordinator, and compare every token with the right answer."""
 
 import asyncio
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.requests.generation import Generation
@@ -32,6 +31,8 @@ class Outcome:
     error: ServiceError | None = None
     is_aborted: bool = False
     """Whether somebody has aborted the request."""
+    seconds: float = 0.0
+    """Duration of the request."""
 
 
 class Client:
@@ -56,6 +57,8 @@ class Client:
             outcome.end = "left"
         except ServiceError as error:
             outcome.end, outcome.error = type(error).__name__, error
+        finally:
+            outcome.seconds = asyncio.get_running_loop().time() - outcome.sent
 
     async def _read(self, generation: Generation) -> None:
         task, stalled = asyncio.current_task(), list[ServiceError]()
@@ -116,18 +119,7 @@ class Client:
             n=request.n,
             adaptive=request.k is None,
             method=DraftMethod(request.method),
-            prediction=_predicted(self._answers[0], request),
-            cache_salt="salt" if request.method in ("ngram", "suffix") else "",
+            prediction=request.prediction,
+            cache_salt=request.salt,
             client=request.client,
         )
-
-
-def _predicted(answer: Sequence[int], request: Request) -> tuple[int, ...]:
-    """The client's prediction of its answer."""
-    if request.edits is None:
-        return ()
-    rng, tokens = random.Random(request.name), list(answer)
-    for _ in range(request.edits):
-        place = rng.randrange(len(tokens) + 1)
-        tokens[place : place + rng.randrange(3)] = [rng.randrange(EOS) for _ in range(rng.randrange(3))]
-    return tuple(tokens)

@@ -46,8 +46,8 @@ class Request:
     k: int | None = None
     """None: adaptive."""
     method: str = "best"
-    edits: int | None = None
-    """Number of edits that turn the answer into the client's prediction. None: no prediction."""
+    salt: str = ""
+    prediction: tuple[int, ...] = ()
     leaves_after: float | None = None
     """Deadline, or when the client cancels."""
     reads_slowly: float = 0.0
