@@ -5,6 +5,8 @@ from collections.abc import Sequence as Items
 
 # Tokens of a prediction to index per call. A long one must not stall a round.
 TOKENS_PER_CALL = 2048
+# Leading tokens of a prediction to index. It bounds the memory. Answers can follow the rest, but not resume there.
+MAX_INDEXED = 32_768
 # Occurrences of a token to return around each of two places.
 MAX_OCCURRENCES = 10
 
@@ -19,10 +21,9 @@ class PredictionIndex:
     def index_some(self) -> None:
         """Index at most `TOKENS_PER_CALL` tokens."""
         start = self._num_indexed
-        if start < len(self.prediction):
-            self._num_indexed = min(len(self.prediction), start + TOKENS_PER_CALL)
-            for at in range(start, self._num_indexed):
-                self._places.setdefault(self.prediction[at], []).append(at + 1)
+        self._num_indexed = min(len(self.prediction), MAX_INDEXED, start + TOKENS_PER_CALL)
+        for at in range(start, self._num_indexed):
+            self._places.setdefault(self.prediction[at], []).append(at + 1)
 
     def places(self, token: int, near: int, also_near: int) -> list[int]:
         """Places after occurrences of a token, those closest to two expected ones, of which `near` is the first."""
