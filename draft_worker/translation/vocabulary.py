@@ -136,7 +136,10 @@ def _bytes_of(token: str, kinds: list[str]) -> bytes:
 def _without_prefix(description: dict[str, Any]) -> dict[str, Any]:
     """Return a tokenizer's description that adds neither a space before a text, nor special tokens around it."""
     normalizers = [step for step in _steps(description["normalizer"], "normalizers") if step["type"] != "Prepend"]
-    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    changes: dict[str, dict[str, Any]] = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+    }
     splits = _steps(description["pre_tokenizer"], "pretokenizers")
     return description | {
         "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,

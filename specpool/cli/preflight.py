@@ -87,7 +87,7 @@ def check_services(services: list[Service]) -> None:
                 role = service.name.partition(WORKER)[0]
                 options.setdefault(role, []).append(_check_options(role, service))
         if "draft" in options:
-            check_pair(options["target"][0], options["draft"][0])
+            check_pair(options["target"][0], options["draft"][0], translates=True)
         workers = [(role, each) for role, of_role in options.items() for each in of_role]
         for one, other in combinations(workers, 2):
             _check_shared_gpu(one, other)

@@ -64,7 +64,9 @@ def sentence_piece(size: int, kind: str = "bpe") -> Tokenizer:
     description = json.loads(tokenizer.to_str())
     description["decoder"] = METASPACE_DECODER
     description["model"]["byte_fallback"] = True
-    if kind == "bpe":
+    if kind == "unigram":
+        description["model"]["vocab"][: len(first)] = [[token, -1000.0] for token in first]
+    else:
         description["pre_tokenizer"], description["normalizer"] = None, METASPACE_NORMALIZER
     description["added_tokens"] = [each for each in description["added_tokens"] if each["content"] not in BYTE_TOKENS]
     return Tokenizer.from_str(json.dumps(description))
