@@ -8,6 +8,8 @@ from draft_worker.translation.sequence import TranslatedSequence
 from draft_worker.translation.translation import RETOKENIZED, SHARED, Translation
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
 
+EQUAL_COVERAGE = 0.99
+"""Coverage from which vocabularies count as equal: the draft then sees exactly the target's tokens."""
 MIN_FIDELITY = 0.5
 """Minimum share of a sample's tokens that a perfect draft proposes. See docs/decisions.md."""
 MEASURED_DRAFT_TOKENS = 4
@@ -30,7 +32,7 @@ def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) ->
     ]
     methods = [replace(translation, ratio=_ratio(translation)) for translation in methods]
     measured = [(translation, fidelity(translation)) for translation in methods]
-    best, measure = max(measured, key=lambda each: each[1])
+    best, measure = measured[0] if coverage >= EQUAL_COVERAGE else max(measured, key=lambda each: each[1])
     if measure < MIN_FIDELITY:
         reason = f"a perfect draft would propose only {measure:.0%} of the target's tokens"
         raise UnsupportedTokenizerError(f"{reason}; at least {MIN_FIDELITY:.0%} are needed")
