@@ -32,6 +32,8 @@ MAX_LOOKUP_STORE_TOKENS = 2**24
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Default of `max_num_speculative_tokens`."""
 
+MIN_RECORD_BYTES, MAX_RECORD_SECONDS = 2**24, 366 * 86_400
+
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
 """Whether both workers may run at the same time. "auto": only on separate devices."""
@@ -129,6 +131,15 @@ Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
 ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
+def _check_folder(path: Path | None) -> Path | None:
+    if path is not None and path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    return path
+
+
+RecordFolder = Annotated[Path | None, AfterValidator(_check_folder)]
+
+
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: schedules requests, with a draft worker and a target worker."""
 
@@ -188,7 +199,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
     queue_tokens: int = Field(
-        4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
+        4_194_304,
+        ge=1,
+        le=UINT32_MAX,
+        description="maximum tokens of prompts and predictions that wait, unless a single request has more",
     )
     max_requests_per_client: int | None = Field(
         None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
@@ -198,7 +212,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="default draft method: model (the draft worker), ngram (prompt lookup), or best of both per round",
+        description="default draft method: model (the draft worker), ngram (prompt lookup), suffix (also in earlier "
+        "answers), prediction (the request's), or best of all per round",
     )
     lookup_store_tokens: int = Field(
         0,
@@ -232,6 +247,23 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         le=1,
         description="share of answers to replay by plain decoding, when there is room, and compare; default: 0.001 if "
         "the target's equivalence is bitwise, otherwise 0",
+    )
+    record: RecordFolder = Field(
+        None,
+        description="directory to record the token ids of finished answers in, to train a draft (docs/recording.md); "
+        "default: record nothing",
+    )
+    record_share: float | None = Field(
+        None, gt=0, le=1, description="share of finished answers to record; default: 1, all of them"
+    )
+    record_max_bytes: ByteSize = Field(
+        ByteSize(2**30), ge=MIN_RECORD_BYTES, description="maximum size of the recording; the oldest answers go first"
+    )
+    record_max_age_seconds: float = Field(
+        604_800.0,
+        ge=60,
+        le=MAX_RECORD_SECONDS,
+        description="maximum age of a recorded answer; a running coordinator deletes older ones",
     )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
@@ -294,6 +326,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
             raise ValueError("metrics_compat needs a metrics_port")
         if self.trace_prompts and self.otlp_traces_endpoint is None:
             raise ValueError("trace_prompts needs an otlp_traces_endpoint")
+        if self.record_share is not None and self.record is None:
+            raise ValueError("record_share needs record, the directory for the answers")
         if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

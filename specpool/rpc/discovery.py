@@ -18,6 +18,9 @@ RESOLVE_SECONDS = 5.0
 TIMEOUT_SECONDS = 5.0
 """Timeout of a resolution."""
 
+NO_RECORDS = {socket.EAI_NONAME, socket.EAI_NODATA}
+"""Errors of a resolution that come from the answer of a DNS server, not from its absence."""
+
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Resolves a host and a port to IP addresses. Raises OSError."""
 
@@ -43,10 +46,16 @@ class Discovery:
     """Follows entries: "dns:///host:port" stands for every record of the name, any other entry for itself."""
 
     def __init__(
-        self, entries: Iterable[str], resolve: Resolve | None = None, labels: Mapping[str, str] = MappingProxyType({})
+        self,
+        entries: Iterable[str],
+        resolve: Resolve | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        forgets: bool = False,
     ) -> None:
-        """`labels`: names of entries."""
-        self._resolve, entries = resolve or _resolve, list(entries)
+        """`labels`: names of entries. `forgets`: drop the records of a name once DNS answers that it has none: its
+        servers may be withdrawn.
+        """
+        self._resolve, self._forgets, entries = resolve or _resolve, forgets, list(entries)
         names = {
             entry: split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None for entry in entries
         }
@@ -64,7 +73,7 @@ class Discovery:
     async def endpoints(self) -> AsyncIterator[list[Endpoint]]:
         """Yield the fixed endpoints at once, and all of them after every resolution of the names; never returns.
 
-        A name that cannot be resolved keeps its last records, since the fault may be the DNS server's.
+        Unless `forgets`, a name that cannot be resolved keeps its last records: the fault may be the DNS server's.
         """
         if self.fixed:
             yield self.fixed
@@ -83,6 +92,8 @@ class Discovery:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 records = await self._resolve(host, port)
         except (OSError, TimeoutError) as error:
+            if self._forgets and getattr(error, "errno", None) in NO_RECORDS:
+                self._resolved[name] = []
             reason = str(error) or "no response"
             if self._errors.get(name) != reason:
                 log.warning("cannot resolve %s (%s); keeping %d addresses", host, reason, len(self._resolved[name]))

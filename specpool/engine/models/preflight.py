@@ -64,9 +64,12 @@ def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES
         check_pair(options, draft)
 
 
-def check_pair(target: EngineOptions, draft: EngineOptions) -> None:
-    """Raise InvalidOptionError if both models are local and the draft does not fit the target."""
-    check_same_tokenizer(target, draft)
+def check_pair(target: EngineOptions, draft: EngineOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
+    """Raise InvalidOptionError if both models are local and the draft does not fit the target.
+
+    `names`: as in `check_options`.
+    """
+    check_same_tokenizer(target, draft, names)
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
         return  # loading says what is wrong
@@ -81,10 +84,10 @@ def check_pair(target: EngineOptions, draft: EngineOptions) -> None:
         ),
     )
     if reason is not None:
-        raise InvalidOptionError("draft", reason)
+        raise InvalidOptionError("draft", reason, names)
 
 
-def check_same_tokenizer(target: EngineOptions, draft: EngineOptions) -> None:
+def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
     """Raise InvalidOptionError if both models are local and their vocabularies differ."""
     files = [_tokenizer_file(options) for options in (target, draft)]
     contents = [file.read_bytes() for file in files if file is not None]
@@ -95,7 +98,7 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions) -> None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
-        raise InvalidOptionError("draft", f"{draft.model} uses a different tokenizer than {target.model}")
+        raise InvalidOptionError("draft", f"{draft.model} uses a different tokenizer than {target.model}", names)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -52,6 +53,25 @@ async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) 
     ]
     records["two"] = []
     assert other not in await anext(endpoints)
+
+
+@pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_AGAIN])
+async def test_only_an_answer_of_dns_withdraws_servers(error: int) -> None:
+    is_up = True
+
+    async def resolve(host: str, port: int) -> list[str]:
+        if not is_up:
+            raise socket.gaierror(error, "no records")
+        return ["10.0.0.1"]
+
+    lasting, forgetting = (
+        Discovery(["dns:///one:7"], resolve, forgets=forgets).endpoints() for forgets in (False, True)
+    )
+    known = [Endpoint("10.0.0.1:7", "one")]
+    assert await anext(lasting) == await anext(forgetting) == known
+    is_up = False
+    assert await anext(lasting) == known
+    assert await anext(forgetting) == (known if error == socket.EAI_AGAIN else [])
 
 
 async def test_slow_resolution_keeps_the_records(monkeypatch: pytest.MonkeyPatch) -> None:

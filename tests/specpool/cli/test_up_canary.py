@@ -1,0 +1,61 @@
+"""A canary of the draft in `specpool up`: one more draft worker, with another model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specpool.cli.preflight import check_services
+from specpool.cli.processes import ProcessFailedError, Service
+from specpool.cli.up import services_of
+from specpool.cli.up_settings import UpSettings
+
+
+def services(**settings: Any) -> dict[str, Service]:
+    """Return all services by name."""
+    settings = {"target_device": "cpu", "draft_device": "cpu", **settings}
+    return {each.name: each for each in services_of(UpSettings(draft_canary="c", **settings), "a", "b")}
+
+
+def test_the_coordinator_knows_the_drafts_by_name() -> None:
+    started = services(drafts=2)
+    assert [name for name in started if "target" not in name] == [
+        "draft worker 1", "draft worker 2", "canary worker", "coordinator",
+    ]  # fmt: skip
+    assert started["coordinator"].settings["draft_address"] == ",".join([
+        f"current={started['draft worker 1'].address}",
+        f"current={started['draft worker 2'].address}",
+        f"canary={started['canary worker'].address}",
+    ])  # fmt: skip
+
+
+def test_a_canary_is_a_draft_worker_with_another_model() -> None:
+    started = services(draft="b", draft_revision="main", draft_kv_memory=2**20, threads=4, targets=2, metrics_port=9100)
+    draft, canary = started["draft worker"], started["canary worker"]
+    assert (draft.module, canary.module) == ("draft_worker.server", "draft_worker.server")
+    assert dict(canary.settings.items() - draft.settings.items()) == {
+        "model": "c", "revision": None, "port": int(canary.address.rpartition(":")[2]), "metrics_port": 9105,
+        "log_name": "canary-worker",
+    }  # fmt: skip
+    assert {draft.settings["threads"], canary.settings["threads"]} == {2}  # both draft at the same time
+    assert started["target worker 2"].settings["metrics_port"] == 9104
+    assert canary.starts_last
+
+
+def test_either_draft_may_serve_all_sequences() -> None:
+    started = services(targets=3, drafts=2, max_num_seqs=4)
+    names = ("draft worker 1", "canary worker")
+    assert [started[name].settings["max_sequences"] for name in names] == [6, 12]
+
+
+@pytest.mark.usefixtures("cuda_driver")
+def test_drafts_take_devices_in_turns() -> None:
+    started = services(draft_device="cuda:1,cuda:0")
+    assert [started[f"{name} worker"].settings["device"] for name in ("draft", "canary")] == ["cuda:1", "cuda:0"]
+
+
+def test_a_wrong_canary_is_refused_by_its_flag(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = map(str, tiny_pair)
+    settings = UpSettings(target=target, draft=draft, draft_canary=str(tmp_path), target_device="cpu")
+    with pytest.raises(ProcessFailedError, match=r"^draft-canary: "):
+        check_services(services_of(settings, target, draft))
