@@ -18,7 +18,7 @@ from specpool.drafting.plans import DraftMethod, SpeculationState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")
-DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM, GRAMMAR)
+DRAFT_METHODS = (*(method for method in DraftMethod if method is not DraftMethod.BEST), GRAMMAR)
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 """Buckets of draft lengths and of group sizes."""
 
@@ -125,9 +125,13 @@ class CoordinatorMetrics:
         windows = [lane.window for lane in coordinator.lanes]
         used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        text, tokens = "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
+        text, tokens = "Tokens of the prompts and predictions in the queue.", coordinator.queue.waiting.tokens
         yield gauge("prompt_tokens_waiting", text, tokens)
-        yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
+        yield gauge(
+            "prompt_tokens_waiting_limit",
+            "Maximum tokens of prompts and predictions in the queue.",
+            settings.queue_tokens,
+        )
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
         yield gauge("window_used", "Places of the window in use, including leaving samples.", used)
         yield gauge("target_slots", "Sequences that the target workers can hold.", slots)

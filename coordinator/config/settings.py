@@ -199,7 +199,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
     queue_tokens: int = Field(
-        4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
+        4_194_304,
+        ge=1,
+        le=UINT32_MAX,
+        description="maximum tokens of prompts and predictions that wait, unless a single request has more",
     )
     max_requests_per_client: int | None = Field(
         None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
@@ -209,7 +212,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="default draft method: model (the draft worker), ngram (prompt lookup), or best of both per round",
+        description="default draft method: model (the draft worker), ngram (prompt lookup), suffix (also in earlier "
+        "answers), prediction (the request's), or best of all per round",
     )
     lookup_store_tokens: int = Field(
         0,

@@ -44,7 +44,7 @@ class Lane:
         if is_standby:
             self._queue.windows.remove(self.window)
         shares = DraftShares(settings.draft_shares)
-        self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup, shares=shares)
+        self.drafting = Drafting(settings.max_num_speculative_tokens, sources=shared.sources, shares=shares)
         self._loop = RoundLoop(shared, self.window, Workers(link, draft), self.drafting)
         link.on_change, link.on_replaced = self.update, self._target_replaced
         link.on_evicted = self.window.forget_pages

@@ -165,7 +165,7 @@ class Lanes:
             return DraftLink(connector, coordinator_id, settings.draft_timeout_seconds, target, endpoint.label)
 
         labels = {address: label for label, address in settings.draft_entries if label}
-        addresses = [address for _, address in settings.draft_entries]
+        addresses = (address for _, address in settings.draft_entries)
         return DraftGroup(Discovery(addresses, labels=labels, forgets=True), open_link)
 
     def _target_link(self, endpoint: Endpoint, coordinator_id: str) -> TargetLink:

@@ -86,6 +86,11 @@ class WorkerCache:
         return sum(pending.max_gain for pending in self.pending)
 
     @property
+    def likely_pending_gain(self) -> int:
+        """Number of tokens that pending rounds yield if their draft tokens, as far as known, are accepted."""
+        return sum(len(each.item.draft_token_ids) + 1 for each in self.pending if each.num_cached_tokens is None)
+
+    @property
     def min_pending_gain(self) -> int:
         """Minimum number of tokens that pending rounds yield."""
         return sum(pending.num_cached_tokens is None for pending in self.pending)

@@ -26,7 +26,7 @@ from coordinator.scheduling.text import TextStream
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.interface import MismatchError
 from coordinator.workers.target_link import TargetLink
-from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -69,9 +69,9 @@ class Coordinator:
         )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
         self.recorder: Recorder | None = recorder_of(settings)
-        lookup = PromptLookup(settings.lookup_store_tokens)
+        sources = DraftSources(settings.lookup_store_tokens)
         shared = Shared(
-            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.cache_events
+            settings, self.queue, self.in_flight, self.traces, sources, self.auditor.yield_room, self.cache_events
         )
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)

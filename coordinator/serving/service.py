@@ -163,6 +163,8 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             prompt_tokens=sequence.prompt_length,
             completion_tokens=sequence.num_generated,
             cached_tokens=sequence.cached_tokens,
+            accepted_prediction_tokens=speculation.accepted_prediction_tokens,
+            rejected_prediction_tokens=speculation.rejected_prediction_tokens,
         ),
         speculative_decoding=pb.SpeculativeDecodingStats(
             mean_acceptance_length=speculation.mean_acceptance_length,

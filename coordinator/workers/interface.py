@@ -9,6 +9,7 @@ from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 
 
@@ -64,6 +65,8 @@ class Target(Worker, Protocol):
     def info(self) -> WorkerInfo | None: ...
     @property
     def instance_id(self) -> str: ...
+    @property
+    def tokenizer_files(self) -> TokenizerFiles | None: ...
     def has_ended(self, instance_id: str) -> bool | None: ...
     @property
     def draft_step_times(self) -> StepTimes: ...

@@ -19,7 +19,12 @@ CONFIDENCES = RATE_BINS // 3
 
 def expected_tokens(rate: float, k: int) -> float:
     """Expected tokens of a round with k draft tokens."""
-    return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
+    return 1.0 + expected_gain(repeat(rate, k))
+
+
+def expected_gain(chances: Iterable[float]) -> float:
+    """Expected number of accepted draft tokens. `chances`: see `likely_tokens`."""
+    return float(sum(accumulate(chances, mul)))
 
 
 def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:

@@ -229,16 +229,13 @@ class RoundCosts:
         `num_lookup_tokens`: draft tokens of prompt lookup, which take no draft step.
         """
         drafted = sum(self.draft(count) for count in drafting if count)
-        waiting = self._waiting(any(drafting), num_lookup_tokens > 0)
-        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + waiting
+        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + self._waiting(any(drafting))
 
-    def _waiting(self, is_drafted: bool, has_lookup_tokens: bool) -> float:
+    def _waiting(self, is_drafted: bool) -> float:
         """Seconds of a round in which no model runs."""
         if is_drafted and not self.has_own_draft:
             return 2 * self.exchange + self.scheduling
-        if (has_lookup_tokens and not is_drafted) or self.plain_exchange is None:
-            return self.exchange + self.scheduling
-        return self.plain_exchange
+        return self.exchange + self.scheduling if self.plain_exchange is None else self.plain_exchange
 
 
 def _learned(estimate: float, seconds: float, scale: float = math.inf) -> float:

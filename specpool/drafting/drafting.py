@@ -10,7 +10,6 @@ from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.draft_shares import DraftShares, Speeds
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
-from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import DraftCall, RoundOutcome
 from specpool.drafting.plans import (
     MAX_DRAFT_LAG,
@@ -18,18 +17,18 @@ from specpool.drafting.plans import (
     DraftMethod,
     DraftPlan,
     Lookup,
-    LookupSource,
     SpeculationState,
 )
 from specpool.drafting.round_plans import HYSTERESIS
 from specpool.drafting.sequences import Commit, DraftWorker, Sequence
+from specpool.drafting.sources import DraftSources
 
 # Initial estimate of the seconds of a round trip to a worker.
 FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
 FORCED = "forced"
 """The ledger's name for forced tokens."""
-MODEL_METHODS = (DraftMethod.MODEL, DraftMethod.BEST)
-"""Methods that may use a draft model."""
+MODEL_METHODS = {DraftMethod.MODEL, DraftMethod.BEST}
+"""Methods that include the draft model."""
 NO_STATES = NO_DRAFTS._replace(reads_states=False)
 
 
@@ -40,16 +39,16 @@ class Drafting:
         self,
         max_num_draft_tokens: int,
         costs: RoundCosts | None = None,
-        lookup: PromptLookup | None = None,
+        sources: DraftSources | None = None,
         shares: DraftShares | None = None,
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `lookup`: may be shared.
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared.
 
         `shares`: of several draft models; default: the bandit's.
         """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = lookup if lookup is not None else PromptLookup()
+        self.sources = sources if sources is not None else DraftSources()
         self.calibration = Calibration()
         self.shares = shares if shares is not None else DraftShares()
         self._models: dict[int, DraftModel] = {}
@@ -114,7 +113,7 @@ class Drafting:
         verify_times: StepTimes | None = None,
         batch: int | None = None,
     ) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id. Without a draft model, only prompt lookup drafts.
+        """The draft plan of each sequence id. Without a draft model, only lookups draft.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
         """
@@ -122,16 +121,16 @@ class Drafting:
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
-        self.lookup.index_answers()
+        self.sources.index_answers()
         is_own = self.costs.has_own_draft = worker is not None and worker.is_own
         limits = {s.sequence_id: self._max_num_draft_tokens(s, is_own) for s in drafting}
-        lookups = {s.sequence_id: self.lookup.look_up(s, limits[s.sequence_id]) for s in drafting}
+        lookups = {s.sequence_id: self._look_up(s) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
         options = {
             s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id])
             for s in drafting
-            if not rests or lookups[s.sequence_id].run or not s.request.adaptive
+            if not rests or lookups[s.sequence_id].token_ids or not s.request.adaptive
         }
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
@@ -158,7 +157,7 @@ class Drafting:
         if constrained := [s.sequence_id for s in adaptive if s.request.sampling.may_force_tokens]:
             allowed = self._allows_forced_tokens(len(constrained), batch)
             plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
-        plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}
+        plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.token_ids}
         if worker is not None and worker.reads_states:
             unread = [s.sequence_id for s in drafting if not self._reads_states(s, options.get(s.sequence_id))]
             plans |= {i: NO_STATES if plans[i] is NO_DRAFTS else plans[i]._replace(reads_states=False) for i in unread}
@@ -190,15 +189,15 @@ class Drafting:
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.ledger.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
+        observed = sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial
+        self.lengths.ledger.observe(*observed, parts=outcome.lookup_parts)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 
     def observe(self, commit: Commit) -> None:
         """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
-        self.lookup.observe(commit.sequence, commit.lookup)
-        self.lookup.store_answer(commit.sequence)
+        self.sources.observe(commit.sequence, commit.lookup)
         if commit.forced and commit.num_agreed >= commit.drafted:
             self._forced_tokens.add(commit.forced, commit.num_agreed - commit.drafted)
         if proposal is None or not proposal.draft_token_ids:
@@ -223,7 +222,7 @@ class Drafting:
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between rounds, and how long the coordinator takes for other rounds."""
         costs, verified = self.costs, outcome.verified
-        if outcome.method is None or outcome.has_own_drafts:
+        if not outcome.called_draft:
             costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
@@ -244,7 +243,7 @@ class Drafting:
 
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
-        own_lookups = self.lookup.acceptance[LookupSource.SEQUENCE]
+        own_lookups = self.sources.sequence.rates.by_run
         return SpeculationState(
             draft_steps=self.lengths.branches.length or len(plan.steps),
             expected_tokens_per_s=self.lengths.branches.speed or plan.speed,
@@ -260,8 +259,13 @@ class Drafting:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
         self._end_samples(sequence_ids)
-        self.lookup.forget(sequence_ids)
+        self.sources.forget(sequence_ids)
         self.lengths.forget(sequence_ids)
+
+    def _look_up(self, sequence: Sequence) -> Lookup:
+        """The most promising lookup. It begins with the tokens that pending rounds may yield."""
+        limit = sequence.max_num_lookup_tokens
+        return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
 
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
@@ -269,8 +273,7 @@ class Drafting:
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
-            lookup_ids=lookup.token_ids,
-            lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
+            lookup=lookup.after(sequence.num_pending_tokens),
         )
 
     def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:
@@ -325,7 +328,7 @@ def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
     model = sequence.draft.model
     return (
         worker is not None
-        and sequence.request.method is not DraftMethod.NGRAM
+        and sequence.request.method in MODEL_METHODS
         and len(sequence.token_ids) < (worker.max_model_len if model is None else model.max_model_len)
         and worker.round_id >= sequence.draft.backoff_until
     )

@@ -36,7 +36,12 @@ _RETRYABLE = (429, 503)
 
 # Fields of the gRPC API that have other names in OpenAI's. `names` adds those of a request.
 _PARTS = ("sampling_params.", "chat.")
-_NAMES = {"text": "prompt", "tokenized.input_ids": "prompt"}
+_NAMES = {
+    "text": "prompt",
+    "tokenized.input_ids": "prompt",
+    "speculative.prediction": "prediction",
+    "speculative.prediction.text": "prediction.content",
+}
 
 # Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
 _UNION_MEMBERS = {"str", "bool", "int"}

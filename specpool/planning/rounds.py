@@ -109,7 +109,7 @@ class _Server:
         known = [*recording.prompt, *recording.token_ids[: max(1, int(share * len(recording.token_ids)))]]
         cache = DraftCache(len(known) - 1)
         sequence = Sequence(next(self._ids), self._request, recording, known, cache)
-        self._drafting.lookup.look_up(sequence, self._request.num_speculative_tokens)  # indexes the prompt
+        self._drafting.sources.propose(sequence, self._request.num_speculative_tokens)  # indexes the prompt
         sequence.is_decoding = True
         return sequence
 
@@ -191,7 +191,7 @@ class _Server:
         accepted = agreement_length(drafted, sequence.following(len(drafted)))
         kept = sequence.length + (accepted if method is DraftMethod.MODEL else 0)
         sequence.draft.start = min(sequence.draft.start, kept)
-        sequence.pending_ids = sequence.following(accepted + 1)
+        sequence.pending_ids, sequence.num_pending_tokens = sequence.following(accepted + 1), len(drafted) + 1
         return Commit(sequence, sequence.pending_ids, len(drafted), method if drafted else None, proposal, plan.lookup)
 
     def _settle(self) -> None:

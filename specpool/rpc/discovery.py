@@ -52,7 +52,9 @@ class Discovery:
         labels: Mapping[str, str] = MappingProxyType({}),
         forgets: bool = False,
     ) -> None:
-        """`labels`: names of entries. `forgets`: drop the records of a name that DNS no longer has."""
+        """`labels`: names of entries. `forgets`: drop the records of a name once DNS answers that it has none: its
+        servers may be withdrawn.
+        """
         self._resolve, self._forgets, entries = resolve or _resolve, forgets, list(entries)
         names = {
             entry: split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None for entry in entries

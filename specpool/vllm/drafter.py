@@ -12,8 +12,9 @@ from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import DraftCall, draft_steps
-from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
@@ -22,8 +23,8 @@ from specpool.vllm.rows import Batch, Request, Sequence, match
 
 # Steps without a call for a row after the draft worker had no free slot.
 BACKOFF_ROUNDS = 16
-# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache.
-CACHE_NAMESPACE = b""
+# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache, and stored answers if any.
+CACHE_NAMESPACE, SHARED_SALT = b"", "shared"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Limits:
     """Maximum positions of a row in the draft worker."""
     prefill_tokens: int
     """Maximum prompt tokens sent to the draft worker in one step, for all rows together."""
+    lookup_store_tokens: int = 0
+    """Maximum tokens of finished answers to keep, for lookups by all later rows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Drafts:
 
     @property
     def method(self) -> DraftMethod | None:
-        return None if not self.draft_ids else DraftMethod.MODEL if self.likely_ids else DraftMethod.NGRAM
+        if not self.draft_ids:
+            return None
+        return DraftMethod.MODEL if self.likely_ids else self.plan.lookup.source.method
 
     @property
     def lookup(self) -> Lookup:
@@ -90,12 +95,14 @@ class Drafts:
 class Drafter:
     """Drafts for vLLM's rows. In each step, call `begin`, `take` if the draft worker answered, then `drafts`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, method: DraftMethod = DraftMethod.BEST) -> None:
         self.round_id = 0
         """Number of the current round."""
         self._costs = StepCosts()
-        self.drafting = Drafting(limits.num_speculative_tokens, self._costs)
-        self._limits, self._request = limits, Request(limits.num_speculative_tokens)
+        sources = DraftSources(limits.lookup_store_tokens)
+        self.drafting = Drafting(limits.num_speculative_tokens, self._costs, sources)
+        salt = SHARED_SALT if limits.lookup_store_tokens else ""
+        self._limits, self._request = limits, Request(limits.num_speculative_tokens, method, salt)
         self._ids = count(1)
         self._sequences: list[Sequence] = []
         self.forget_rows()
@@ -224,6 +231,9 @@ class Drafter:
             if batch.sampled[row]:
                 self._gain(drafts, batch, row)
         gone = [sequence.sequence_id for sequence in without_row]
+        for sequence in without_row:
+            sequence.is_complete = True
+            self.drafting.sources.observe(sequence, NO_LOOKUP)
         self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
         return gone

@@ -16,6 +16,7 @@ from coordinator.workers.states import LinkState
 from specpool.drafting.costs import Timed
 from specpool.protocol.responses import InvalidResponseError
 from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 from specpool.vllm.drafter import DraftModel
@@ -35,6 +36,8 @@ class ServedModel:
     """vLLM's model, as a `DraftLink` compares it with the draft."""
 
     info: WorkerInfo
+    tokenizer_files: TokenizerFiles | None = None
+    """None: drafts with another tokenizer are refused."""
 
     async def wait_ready(self) -> None:
         """Return at once."""

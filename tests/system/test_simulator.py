@@ -1,15 +1,18 @@
 """Simulated faults: no token is wrong, lost or doubled, every request ends, and nothing holds a slot."""
 
 import os
+import random
 import subprocess
 import sys
 from itertools import count
 from pathlib import Path
 
 import pytest
+from simulator.lookups import LONG_PREDICTION
+from simulator.model import EOS, ToyPair
 from simulator.planted import BUGS
 from simulator.scenario import draw
-from simulator.setup import Scenario
+from simulator.setup import Request, Scenario, WorkerSetup
 from simulator.shrinking import shrink
 from simulator.simulation import simulate, simulate_all
 
@@ -45,6 +48,26 @@ def test_service_withstands_many_simulated_faults(first: int) -> None:
 def test_planted_bug_is_found(bug: str) -> None:
     with BUGS[bug]():
         assert any(fails(draw(seed)) for seed in range(MAX_SEEDS))
+
+
+@pytest.mark.parametrize("method", ["prediction", "best"])
+def test_wrong_predictions_barely_delay_other_clients(method: str) -> None:
+    rng = random.Random(method)
+    wrong = tuple(rng.choices(range(EOS), k=LONG_PREDICTION))  # each token occurs in it, and something follows
+
+    def seconds(prediction: tuple[int, ...]) -> float:
+        """Total time of alice's requests while bob's run beside them."""
+        requests = [
+            Request(0.0, f"{client}-{number}", (*wrong[:40], number), 60, client, method=method, prediction=tokens)
+            for client, tokens in (("alice", ()), ("bob", prediction))
+            for number in range(4)
+        ]
+        target = WorkerSetup("target", "10.0.0.1:1", 8, 160, 8 * 160, "cuda:0", 0.01, 0.001)
+        result = simulate(Scenario(1, ToyPair(0.7, 0.0), (target,), {"max_num_seqs": 8}, tuple(requests)))
+        assert not result.violations
+        return result.seconds["alice"]
+
+    assert seconds(wrong) < 1.05 * seconds(())
 
 
 @pytest.mark.slow

@@ -830,7 +830,7 @@ def verify_once(sequence: Sequence, answer: Callable[[VerifyItem], Verdict], pla
 
 
 def test_forced_tokens_count_apart_from_those_of_the_draft_method() -> None:
-    lookup = DraftPlan(lookup_ids=(5, 6))
+    lookup = DraftPlan(lookup_ids=(5, 6), lookup=Lookup((5, 6)))
     cases: list[tuple[tuple[int, ...], tuple[int, int, int, int]]] = [
         ((5, 6, 7, 8, 9), (2, 2, 2, 2)),
         ((5, 6, 7, 3), (2, 2, 2, 1)),

@@ -19,7 +19,8 @@ from rich.live import Live
 from serving import PATIENCE_SECONDS, Serving, free_address, make_request, serving
 
 from coordinator.server import CoordinatorServer
-from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.generate import generate
+from specpool.cli.generate_settings import GenerateSettings
 from specpool.cli.top import TopSettings, top
 from specpool.cli.top_panels import Panels, failure_panel
 from specpool.cli.top_view import activity, view_of

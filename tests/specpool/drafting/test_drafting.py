@@ -14,7 +14,7 @@ from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import DraftCall, RoundOutcome, draft_steps
-from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -22,7 +22,6 @@ from specpool.protocol.worker_info import WorkerInfo
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4
-NO_LOOKUP = Lookup()
 
 
 def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int = 8, **fields: object) -> Sequence:
@@ -86,12 +85,12 @@ def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
         plan = plan_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
     assert plan.num_draft_tokens == 0
-    assert len(plan.lookup_ids) == 8
+    assert len(plan.lookup_ids) == 16, "twice as many as of the model"
 
 
 def test_prompt_lookup_learns_from_tokens_that_were_not_verified() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    acceptance = drafting.lookup.acceptance[LookupSource.SEQUENCE][4]
+    acceptance = drafting.sources.sequence.rates.by_run[4]
     before = acceptance.overall_rate
     for _ in range(20):
         plan = plan_of(drafting, sequence)
@@ -177,7 +176,7 @@ def test_only_likely_tokens_are_verified() -> None:
 
 def test_prompt_lookup_replaces_a_failed_draft() -> None:
     sequence = make_sequence()
-    lookup = Lookup((5, 6, 7), 2)
+    lookup = Lookup((5, 6, 7), (0.5,) * 3, run=2)
     round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6), lookup=lookup)})
     assert round_.propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=1000))
     (item,) = round_.verify_items()
@@ -192,8 +191,8 @@ def test_prompt_lookup_replaces_a_failed_draft() -> None:
 
 def sequences_with_rates(drafting: Drafting) -> set[int]:
     """Sequences with an acceptance rate of their own for prompt lookup."""
-    by_source = drafting.lookup.acceptance.values()
-    return {sequence_id for by_run in by_source for rates in by_run.values() for sequence_id in rates._sequences}
+    by_run = drafting.sources.sequence.rates.by_run
+    return {sequence_id for rates in by_run.values() for sequence_id in rates._sequences}
 
 
 def test_first_unverified_token_counts_with_its_probability() -> None:
@@ -296,7 +295,7 @@ def test_finished_sequences_are_forgotten() -> None:
     drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,)), plan.lookup))
     assert sequences_with_rates(drafting) == {sequence.sequence_id}
     drafting.forget([sequence.sequence_id])
-    assert not drafting.lookup._indexes
+    assert not drafting.sources.sequence._indexes
     assert not drafting.lengths.acceptance._sequences
     assert not sequences_with_rates(drafting)
 

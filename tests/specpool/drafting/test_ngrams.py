@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, TOKENS_PER_CALL, NgramIndex
-from specpool.drafting.plans import DraftMethod, Lookup
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod
+from specpool.drafting.sequence_source import SequenceSource
 
 
 def reference(token_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:
@@ -63,12 +63,13 @@ def test_long_prompts_are_indexed_over_many_calls() -> None:
 def test_long_prompts_are_indexed_while_they_are_prefilled() -> None:
     prompt = (*range(10, 10 + 3 * TOKENS_PER_CALL), 1, 2, 3, 4, 5, 1, 2, 3)
     sequence = Sequence(0, GenerationRequest("r", prompt, 99, frozenset(), 4, method=DraftMethod.NGRAM))
-    lookup = PromptLookup()
+    source = SequenceSource()
     for _ in range(4):
-        assert lookup.look_up(sequence, 2) == Lookup()
+        assert source.propose(sequence, 2) == NO_LOOKUP
         sequence.target.commit(sequence.target.num_cached_tokens + TOKENS_PER_CALL)
     sequence.target.commit(len(prompt) - 1)
-    assert lookup.look_up(sequence, 2) == Lookup((4, 5), 3, start=len(prompt))
+    found = source.propose(sequence, 2)
+    assert (found.token_ids, found.run, found.start) == ((4, 5), 3, len(prompt))
 
 
 def test_old_runs_are_dropped_to_bound_the_memory() -> None:

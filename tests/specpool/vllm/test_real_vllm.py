@@ -58,6 +58,15 @@ def test_answers_equal_plain_vllm(engine: VllmEngine, prompts: list[list[int]], 
     assert done["accepted"] > 0
 
 
+def test_lookups_alone_with_earlier_answers(prompts: list[list[int]], plain: list[list[int]]) -> None:
+    variables = {"SPECPOOL_DRAFT_METHOD": "suffix", "SPECPOOL_LOOKUP_STORE_TOKENS": "65536"}
+    with VllmEngine(float32_copy(), "remote", variables=variables, **EAGER) as alone:
+        alone.wait_ready()
+        first, repeated = (alone.run(prompts, TOKENS, at_a_time=2) for _ in range(2))
+    assert all(equal(first["outputs"], plain) + equal(repeated["outputs"], plain))
+    assert repeated["accepted"] > first["accepted"]
+
+
 def test_preempted_rows(draft: DraftProcess, prompts: list[list[int]], plain_long: list[list[int]]) -> None:
     """The KV cache holds few long rows, so vLLM preempts and resumes the others."""
     small = {"max_model_len": 512, "num_gpu_blocks_override": 6}

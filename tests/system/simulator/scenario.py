@@ -17,6 +17,7 @@ from simulator.answers import (
     REPEATED,
     TARGET_GARBAGE,
 )
+from simulator.lookups import with_lookups
 from simulator.model import EOS, ToyPair
 from simulator.setup import FORGET_DRAFT, Event, Fault, Request, Scenario, WorkerSetup
 
@@ -54,7 +55,8 @@ def draw(seed: int) -> Scenario:
     requests = [_request(rng, number, span) for number in range(rng.randint(4, 14))]
     events: list[Event] = [*requests, *_faults(rng, workers, requests, span), *_draft_faults(carrying, workers, span)]
     pair = ToyPair(rng.choice([0.3, 0.7, 0.9, 1.0]), rng.choice([0.0, 0.0, 0.02]))
-    return Scenario(seed, pair, tuple(workers), _settings(rng, workers), tuple(sorted(events, key=lambda e: e.at)))
+    events = with_lookups(random.Random(f"lookups {seed}"), pair, sorted(events, key=lambda event: event.at))
+    return Scenario(seed, pair, tuple(workers), _settings(rng, workers), tuple(events))
 
 
 def _workers(rng: random.Random) -> Iterator[WorkerSetup]:
@@ -127,7 +129,6 @@ def _request(rng: random.Random, number: int, span: float) -> Request:
         n=n,
         seed=rng.randrange(1, 2**31) if n > 1 or rng.random() < 0.3 else 0,
         k=rng.choice([None, None, 0, 1, 2, 4, 8]),
-        method=rng.choice(["model", "model", "best", "ngram"]),
         leaves_after=rng.uniform(0.01, 2.0) if rng.random() < 0.2 else None,
         reads_slowly=rng.choice([0.5, 3.0, 9.0]) if rng.random() < 0.1 else 0.0,
     )

@@ -46,6 +46,8 @@ class Request:
     k: int | None = None
     """None: adaptive."""
     method: str = "best"
+    salt: str = ""
+    prediction: tuple[int, ...] = ()
     leaves_after: float | None = None
     """Deadline, or when the client cancels."""
     reads_slowly: float = 0.0
