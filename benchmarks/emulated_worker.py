@@ -22,14 +22,16 @@ from typing import Any
 
 from benchmarks.emulated_device import EmulatedDevice, open_meter, pass_seconds, token_of
 from benchmarks.report import PassMs, chance, milliseconds, parser_of, whole
-from draft_worker.proposer import Proposer
 from draft_worker.server import DraftWorkerServicer
+from draft_worker.translating import TranslatingProposer
+from draft_worker.translation.translations import Translations
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.sampling.ranking import Ranking
 from specpool.protocol.rounds import MAX_ITEM_BRANCHES
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
-from specpool.testing import EOS_TOKEN_ID
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer
@@ -39,7 +41,9 @@ from target_worker.server import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
 
-class EmulatedDraft(EmulatedDevice, Proposer):
+class EmulatedDraft(EmulatedDevice, TranslatingProposer):
+    translations = Translations(TokenizerFiles(b"", "", {}, ()), VOCAB_SIZE)
+
     def __init__(
         self,
         seconds: Callable[[int], float],

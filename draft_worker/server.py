@@ -5,6 +5,7 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,13 @@ from pydantic import Field
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.preflight import InvalidOptionError, check_options
-from specpool.protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost
+from specpool.protocol.codec import (
+    propose_response,
+    read_chances,
+    read_propose_items,
+    read_step_cost,
+    read_use_tokenizer,
+)
 from specpool.protocol.rounds import Proposal, ProposeRound
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
@@ -26,7 +33,8 @@ from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from draft_worker.proposer import Proposer
+    from draft_worker.translating import TranslatingProposer
+    from draft_worker.translation.translations import Translations
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"
@@ -37,18 +45,19 @@ class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
     respond = staticmethod(propose_response)
 
     @staticmethod
-    def read(request: pb.ProposeRequest, proposer: Proposer) -> ProposeRound:
-        items = read_propose_items(request, proposer.limits)
+    def read(request: pb.ProposeRequest, proposer: TranslatingProposer) -> ProposeRound:
+        translation_id = request.translation_id
+        items = read_propose_items(request, proposer.limits_of(translation_id))
         hints = read_chances(request), read_step_cost(request)
-        return ProposeRound(request.coordinator_id, request.round_id, items, *hints)
+        return ProposeRound(request.coordinator_id, request.round_id, items, *hints, translation_id)
 
     @staticmethod
-    def serve(rounds: Sequence[ProposeRound], proposer: Proposer) -> list[list[Proposal]]:
+    def serve(rounds: Sequence[ProposeRound], proposer: TranslatingProposer) -> list[list[Proposal]]:
         """Draft for rounds of different coordinators."""
-        return proposer.propose(rounds)
+        return proposer.serve(rounds)
 
     @staticmethod
-    def work(round_: ProposeRound, proposer: Proposer) -> Work:
+    def work(round_: ProposeRound, proposer: TranslatingProposer) -> Work:
         """Return the cost: a forward pass per draft token, and one more for branches."""
         served = [item for item in round_.items if proposer.has_room(round_.coordinator_id, item.sequence_id)]
         return Work(
@@ -67,6 +76,19 @@ class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
         async for response in self.rounds(requests, context):
             yield response
 
+    async def UseTokenizer(self, request: pb.UseTokenizerRequest, context: Any) -> pb.UseTokenizerResponse:
+        """Prepare the translation between the target's tokens and the draft's."""
+        files, vocab_size = read_use_tokenizer(request)
+        translations: Translations = self._host.backend.translations
+        translation_id, found = await asyncio.to_thread(translations.use, files, vocab_size)
+        response = pb.UseTokenizerResponse(instance_id=self._host.instance_id)
+        if isinstance(found, str):
+            response.refusal = found
+        else:
+            response.translation_id, response.method = translation_id, found.method
+            response.vocabulary_coverage = found.coverage
+        return response
+
 
 class DraftWorkerSettings(WorkerSettings, EngineOptions):
     """Proposes draft tokens with a small model."""
@@ -74,15 +96,15 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
 
 
-def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) -> Proposer:
+def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) -> TranslatingProposer:
     """Build the backend, and report the phases. Runs on the model thread."""
     with importing(report):
-        from draft_worker.proposer import Proposer
+        from draft_worker.translating import TranslatingProposer
         from specpool.engine.startup.loading import load_engine
 
     # Drafts need not be batch-invariant: verification decides.
     engine = load_engine(EngineOptions.of(settings), exact=False, startup_cache=settings.startup_cache, report=report)
-    return Proposer(engine)
+    return TranslatingProposer(engine)
 
 
 def main() -> None:

@@ -2,27 +2,39 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from coordinator.workers import link
 from coordinator.workers.interface import Cause, MismatchError, Target, WorkerRefusedError
-from coordinator.workers.link import WorkerLink, timed
+from coordinator.workers.link import WorkerLink, shortened, status_text, timed
 from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
-from specpool.protocol.codec import propose_request
-from specpool.protocol.responses import InvalidResponseError, max_propose_bytes, read_proposals
+from specpool.drafting.draft_models import DraftModel
+from specpool.protocol.codec import propose_request, use_tokenizer_request
+from specpool.protocol.responses import (
+    InvalidResponseError,
+    decoded,
+    max_propose_bytes,
+    read_proposals,
+    read_translation,
+)
 from specpool.protocol.rounds import Proposal, ProposeItem
-from specpool.protocol.worker_info import WorkerInfo, why_not_a_pair
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import TranslationInfo, WorkerInfo, why_not_a_pair
 from specpool.rpc.security.channel import Connector
+from specpool.rpc.status import ANSWERED
 from specpool.v1 import draft_worker_pb2_grpc
 
 # Backoff of a flapping draft worker: maximum pause, and uptime that resets it, as a multiple of the last pause.
 MAX_BACKOFF_SECONDS, RESET_AFTER = 30.0, 10
 # Timeout of a round, as a multiple of its expected duration, and its minimum.
 TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 20, 1.0
+# The worker needs a second or two for the largest tokenizers.
+TRANSLATION_TIMEOUT_SECONDS = 60.0
 # Rounds before the expected duration is reliable: the first ones compile kernels and fill caches.
 WARMUP_ROUNDS = 8
 
@@ -32,12 +44,22 @@ class DraftLink(WorkerLink):
 
     role = "draft"
     _unknown_times = UNKNOWN_DRAFT
+    model: DraftModel | None
+    """Its draft model. None until the worker has been ready."""
 
-    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
+    def __init__(
+        self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target, label: str = ""
+    ) -> None:
+        """`label`: the operator's name for its draft."""
         super().__init__(connector, coordinator_id, timeout_seconds)
+        self.label, self.model = label, None
         self._target = target
         self._rounds_served = 0
         """Rounds since the worker was last unavailable."""
+        self._translation_id = ""
+        """The worker's translation of the target's tokens, if their tokenizers differ."""
+        self._refused: tuple[tuple[str, str], TranslationInfo] | None = None
+        """A process and a tokenizer that it cannot translate, and why."""
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
@@ -54,10 +76,46 @@ class DraftLink(WorkerLink):
             await self._target.wait_ready()  # then read a fresh description
         await super()._read_description()
 
-    async def _check(self, info: WorkerInfo) -> None:
-        target = self._target.info
+    async def _checked(self, info: WorkerInfo) -> WorkerInfo:
+        target, files = self._target.info, self._target.tokenizer_files
         assert target is not None
-        check_pair(info, target)
+        differs = info.tokenizer_fingerprint != target.tokenizer_fingerprint
+        check_pair(info, target, translates=files is not None)
+        self._translation_id = ""
+        if not differs or files is None:
+            return info
+        found = await self._use_tokenizer(info, files, target.vocab_size)
+        if found.refusal:
+            reason = f"the draft {info.model} uses a different tokenizer than the target {target.model}"
+            raise MismatchError(f"{reason}, which it cannot translate: {shortened(found.refusal)}")
+        self._translation_id = found.translation_id
+        return replace(
+            info,
+            vocab_size=target.vocab_size,
+            max_branches=0,
+            tokenizer_translation=found.method,
+            vocabulary_coverage=found.vocabulary_coverage,
+        )
+
+    async def _use_tokenizer(self, info: WorkerInfo, files: TokenizerFiles, vocab_size: int) -> TranslationInfo:
+        """Give the worker the target's tokenizer, unless the same process has refused it before."""
+        key = info.instance_id, files.fingerprint
+        if self._refused is not None and self._refused[0] == key:
+            return self._refused[1]
+        request = use_tokenizer_request(self._coordinator_id, files, vocab_size)
+        try:
+            response = await self._stub.UseTokenizer(request, timeout=TRANSLATION_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if ANSWERED in (error.trailing_metadata() or ()):
+                raise WorkerRefusedError(status_text(error)) from None  # it may succeed later
+            # Older workers have no such method, and larger requests than the worker accepts do not reach it.
+            if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                raise
+            found = TranslationInfo("", "", 0.0, status_text(error))
+        else:
+            found = read_translation(decoded(response, "translation"), info.instance_id)
+        self._refused = (key, found) if found.refusal else None
+        return found
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0
@@ -76,7 +134,8 @@ class DraftLink(WorkerLink):
         `chances`: acceptance probabilities for draft probabilities from 0 to 1 in equal steps. `step_cost`: minimum
         expected gain of a draft step, in tokens. `traceparent`: parent span.
         """
-        request = propose_request(self._coordinator_id, round_id, items, chances, step_cost, traceparent)
+        hints = chances, step_cost, traceparent, self._translation_id
+        request = propose_request(self._coordinator_id, round_id, items, *hints)
         try:
             response, elapsed = await self._round(request, lambda: max_propose_bytes(items), self._timeout_of(items))
             proposals = read_proposals(response, round_id, items)
@@ -104,7 +163,7 @@ class DraftLink(WorkerLink):
         return sum(map(self.step_times, [sum(item.max_num_new_tokens for item in items), *steps]))
 
 
-def check_pair(draft: WorkerInfo, target: WorkerInfo) -> None:
-    """Raise MismatchError unless the draft can draft for the target."""
-    if (reason := why_not_a_pair(draft, target)) is not None:
+def check_pair(draft: WorkerInfo, target: WorkerInfo, *, translates: bool = False) -> None:
+    """Raise MismatchError unless the draft can draft for the target. `translates`: see `why_not_a_pair`."""
+    if (reason := why_not_a_pair(draft, target, translates=translates)) is not None:
         raise MismatchError(reason)

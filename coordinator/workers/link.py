@@ -101,8 +101,11 @@ class WorkerLink:
     def _make_backoff(self) -> Backoff:
         raise NotImplementedError
 
-    async def _check(self, info: WorkerInfo) -> None:
-        """Raise MismatchError if the worker must not be used, and WorkerRefusedError if it cannot serve rounds now."""
+    async def _checked(self, info: WorkerInfo) -> WorkerInfo:
+        """Return the worker's description with what the check has found.
+
+        Raises MismatchError if the worker must not be used, and WorkerRefusedError if it cannot serve rounds now.
+        """
         raise NotImplementedError
 
     def _replaced(self, info: WorkerInfo) -> None:
@@ -327,8 +330,7 @@ class WorkerLink:
         self._rounds.open()
         request = common_pb2.GetWorkerInfoRequest()
         response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
-        info = read_worker_info(decoded(response, "description"))
-        await self._check(info)
+        info = await self._checked(read_worker_info(decoded(response, "description")))
         is_new = info.instance_id != self.instance_id
         if self.info is not None and is_new:
             await self._release_all(info.instance_id)

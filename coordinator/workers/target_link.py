@@ -39,6 +39,7 @@ from specpool.protocol.responses import (
 )
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
@@ -101,7 +102,7 @@ class TargetLink(WorkerLink):
     def _make_backoff(self) -> Backoff:
         return Backoff(first=0.0, second=0.05, maximum=2.0, reset_after=0)  # every request waits for the target
 
-    async def _check(self, info: WorkerInfo) -> None:
+    async def _checked(self, info: WorkerInfo) -> WorkerInfo:
         self._model.check(info)
         if info.draft is not None:
             check_pair(info.draft, info)
@@ -119,6 +120,12 @@ class TargetLink(WorkerLink):
         if info.instance_id == self.instance_id:
             await self.try_round()
         self._failed_id = None
+        return info
+
+    @property
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """The target's tokenizer. None until the worker was first ready."""
+        return self.tokenizer.files if self.tokenizer is not None else None
 
     @property
     def _others(self) -> "list[TargetLink]":

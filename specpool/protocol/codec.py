@@ -50,6 +50,7 @@ MAX_SAMPLING_TOKENS = 2048
 MAX_GRAMMAR_LENGTH = 2**18
 MAX_CHANCES = 1024
 MAX_RELEASED = 2**20
+MAX_VOCAB_SIZE = 2**24
 
 
 # --- Rounds of the draft worker
@@ -62,6 +63,7 @@ def propose_request(
     chances: Iterable[float],
     step_cost: float,
     traceparent: str = "",
+    translation_id: str = "",
 ) -> draft_worker_pb2.ProposeRequest:
     """Build the request of a draft round."""
     return draft_worker_pb2.ProposeRequest(
@@ -70,6 +72,7 @@ def propose_request(
         chances=chances,
         step_cost=step_cost,
         traceparent=traceparent,
+        translation_id=translation_id,
         items=[draft_worker_pb2.ProposeItem(**_item_fields(item)) for item in items],
     )
 
@@ -85,6 +88,8 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
         _check_item(field, item, limits, seen)
         _check_maximum(f"{field}.num_draft_tokens", item.num_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
         _check_branches(field, item)
+        if item.num_branches and request.translation_id:
+            raise InvalidArgumentError(f"{field}.num_branches", "must be 0 with translation_id")
         next_chance = item.next_chance if item.HasField("next_chance") else 1.0
         items.append(
             ProposeItem(
@@ -126,6 +131,33 @@ def propose_response(
 
 def _branch_messages(branches: Iterable[Branch]) -> list[common_pb2.Branch]:
     return [common_pb2.Branch(**vars(branch)) for branch in branches]
+
+
+def use_tokenizer_request(
+    coordinator_id: str, files: TokenizerFiles, vocab_size: int
+) -> draft_worker_pb2.UseTokenizerRequest:
+    """Build the request that gives the target's tokenizer to the draft worker."""
+    return draft_worker_pb2.UseTokenizerRequest(
+        coordinator_id=coordinator_id,
+        tokenizer_json=files.tokenizer_json,
+        vocab_size=vocab_size,
+        eos_token_ids=files.eos_token_ids,
+        special_tokens=files.special_tokens,
+    )
+
+
+def read_use_tokenizer(request: draft_worker_pb2.UseTokenizerRequest) -> tuple[TokenizerFiles, int]:
+    """Read a target's tokenizer and the size of its vocabulary. Raises InvalidArgumentError."""
+    require_coordinator(request.coordinator_id)
+    _check_maximum("vocab_size", request.vocab_size, MAX_VOCAB_SIZE)
+    _check_maximum("eos_token_ids", len(request.eos_token_ids), MAX_SAMPLING_TOKENS)
+    files = TokenizerFiles(
+        tokenizer_json=request.tokenizer_json,
+        chat_template="",
+        special_tokens=dict(request.special_tokens),
+        eos_token_ids=tuple(request.eos_token_ids),
+    )
+    return files, request.vocab_size
 
 
 # --- Rounds of the target worker

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from specpool.protocol.codec import MAX_ITEM_DRAFT_TOKENS
+from specpool.protocol.codec import MAX_ITEM_DRAFT_TOKENS, MAX_VOCAB_SIZE
 from specpool.protocol.features import MAX_FEATURE_LAYERS, MAX_FEATURE_WIDTH, WantedFeatures
 from specpool.protocol.prefixes import DIGEST_BYTES, MAX_EVICTED_PAGES
 from specpool.protocol.rounds import (
@@ -22,13 +22,20 @@ from specpool.protocol.rounds import (
 )
 from specpool.protocol.sampling import NO_LOGPROBS, Logprobs
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, RankMemory, WorkerInfo
+from specpool.protocol.worker_info import (
+    TENSOR_PARALLEL_SUMS,
+    TRANSLATIONS,
+    RankMemory,
+    TranslationInfo,
+    WorkerInfo,
+)
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
 RANK_FIELDS = [field.name for field in common_pb2.RankMemory.DESCRIPTOR.fields]
-MAX_VOCAB_SIZE, MAX_POSITIONS, MAX_SLOTS = 2**24, 2**31, 2**16
+MAX_POSITIONS, MAX_SLOTS = 2**31, 2**16
 MAX_DESCRIPTION_BYTES = 2**16
+MAX_TRANSLATION_ID = 128
 MAX_ERROR_CHARACTERS = 1000
 # Tolerance of a probability above 1, or of a log-probability above 0.
 ROUNDING = 1e-3
@@ -256,6 +263,21 @@ def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> Tokenize
         special_tokens=dict(response.special_tokens),
         eos_token_ids=tuple(response.eos_token_ids),
         tool_chat_template=response.tool_chat_template,
+    )
+
+
+def read_translation(response: draft_worker_pb2.UseTokenizerResponse, instance_id: str) -> TranslationInfo:
+    """Read how a draft worker translates tokens. Raises InvalidResponseError.
+
+    `instance_id`: the process whose description was read.
+    """
+    _require(response.instance_id == instance_id, "the translation comes from another process than the description")
+    _require(bool(response.translation_id) != bool(response.refusal), "neither a translation nor a refusal, or both")
+    _require(len(response.translation_id) <= MAX_TRANSLATION_ID, "the id of the translation is too long")
+    _require(response.refusal or response.method in TRANSLATIONS, f"method is {response.method[:MAX_TRANSLATION_ID]!r}")
+    _require(0 <= response.vocabulary_coverage <= 1, f"vocabulary_coverage is {response.vocabulary_coverage}")
+    return TranslationInfo(
+        response.translation_id, response.method, response.vocabulary_coverage, response.refusal[:MAX_ERROR_CHARACTERS]
     )
 
 

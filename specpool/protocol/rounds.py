@@ -15,6 +15,8 @@ from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
 MAX_DRAFT_TOKENS = 16
 """Default maximum of draft tokens per sequence and round."""
+LOOKUP_FACTOR = 2
+"""Maximum number of lookup tokens with adaptive draft lengths, relative to that of draft tokens."""
 MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED = 64, 64
 """Maximum branches of an item, and maximum tokens that are being verified."""
 
@@ -121,6 +123,8 @@ class ProposeRound:
     probability counts."""
     step_cost: float = 0.0
     """Minimum expected gain of a draft step over all items."""
+    translation_id: str = ""
+    """Translation of a target's tokens. Empty: the items' tokens are the draft's own."""
 
 
 @dataclass

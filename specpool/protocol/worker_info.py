@@ -10,6 +10,9 @@ from specpool.protocol.features import FeatureSpec
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
 """Ways in which ranks combine the results of sharded GEMMs."""
 
+TRANSLATIONS = ("shared", "retokenized")
+"""Ways in which the draft worker translates the target's tokens."""
+
 HUB_CACHE_PREFIX, HUB_CACHE_SEPARATOR = "models--", "--"
 
 
@@ -29,6 +32,17 @@ class ModelWork(NamedTuple):
     """Forward passes."""
     tokens: int
     """Tokens that these passes have run."""
+
+
+class TranslationInfo(NamedTuple):
+    """How a draft worker translates a target's tokens."""
+
+    translation_id: str
+    method: str
+    """One of `TRANSLATIONS`."""
+    vocabulary_coverage: float
+    refusal: str
+    """Why it does not. Empty if it does."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,10 @@ class WorkerInfo:
     """Layers of the target whose hidden states the draft reads; empty: it reads none."""
     feature_width: int = 0
     """Values per state that the draft reads."""
+    tokenizer_translation: str = ""
+    """How the draft worker translates the target's tokens; see `ModelInfo` in common.proto. Empty: it need not."""
+    vocabulary_coverage: float = 0.0
+    """Share of the target's vocabulary that the draft's has, too, if tokens are translated."""
     draft: "WorkerInfo | None" = None
     """The draft that the target worker carries."""
 
@@ -126,11 +144,17 @@ class WorkerInfo:
         return ", ".join(parts)
 
 
-def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo) -> str | None:
-    """Return why the draft cannot draft for the target; None if it can."""
+def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo, *, translates: bool = False) -> str | None:
+    """Return why the draft cannot draft for the target; None if it can.
+
+    `translates`: whether the process with the draft can translate tokens.
+    """
     features = draft.features
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        return f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
+        differ = f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
+        if features is not None:
+            return f"{differ}, and reads its hidden states, which have no translation"
+        return None if translates else f"{differ}; run it in a draft worker, which translates tokens"
     if features is None:
         return None
     if not target.returns_features:

@@ -19,11 +19,29 @@ class FakeDraft(FakeDrafter):
     Each further branch matches in half of the remaining cases.
     """
 
-    def __init__(self, target: FakeTarget, acceptance: float = 0.7, max_branches: int = 64, **knobs: Any) -> None:
-        """`max_branches`: see `WorkerLoad`."""
+    def __init__(
+        self,
+        target: FakeTarget,
+        acceptance: float = 0.7,
+        max_branches: int = 64,
+        weights: str = "",
+        translation: str = "",
+        **knobs: Any,
+    ) -> None:
+        """`max_branches`: see `WorkerLoad`. `weights`: fingerprint of the weights.
+
+        `translation`: `ModelInfo.tokenizer_translation`; empty: refuse it.
+        """
         super().__init__(acceptance, **knobs)
-        self.max_branches = max_branches
+        self.weights, self.max_branches, self.translation = weights, max_branches, translation
+        self.tokenizers: list[bytes] = []
+        """Tokenizers that coordinators have handed over."""
         self.drafts_for(target.choose_legal, self.grammars)
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Fingerprint of the weights; empty: unknown."""
+        return self.weights
 
     def _register(self, server: grpc.aio.Server) -> None:
         draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
@@ -48,6 +66,20 @@ class FakeDraft(FakeDrafter):
         """Drafts round after round."""
         async for request in requests:
             yield await self.Propose(request, context)
+
+    async def UseTokenizer(
+        self, request: draft_worker_pb2.UseTokenizerRequest, context: Any
+    ) -> draft_worker_pb2.UseTokenizerResponse:
+        """Accept any tokenizer, or none: the fake drafts in the target's tokens anyway."""
+        self.tokenizers.append(request.tokenizer_json)
+        if not self.translation:
+            return draft_worker_pb2.UseTokenizerResponse(instance_id=self.instance_id, refusal="the fake has none")
+        return draft_worker_pb2.UseTokenizerResponse(
+            instance_id=self.instance_id,
+            translation_id="fake",
+            method=self.translation,
+            vocabulary_coverage=0.5,
+        )
 
     @staticmethod
     def _passes(request: draft_worker_pb2.ProposeRequest, lengths: Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specpool/v1/common.proto\x12\x0bspecpool.v1\"\x96\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x38\n\nlogit_bias\x18\n \x03(\x0b\x32$.specpool.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x15\n\rprompt_length\x18\x0c \x01(\r\x12\x0f\n\x07grammar\x18\r \x01(\t\x12)\n\treasoning\x18\x0e \x01(\x0b\x32\x16.specpool.v1.Reasoning\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x8e\x01\n\tReasoning\x12\r\n\x05\x62\x65gin\x18\x01 \x03(\r\x12\x0b\n\x03\x65nd\x18\x02 \x03(\r\x12\x15\n\rstarts_inside\x18\x03 \x01(\x08\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rgrammar_after\x18\x05 \x01(\x08\x12\x0f\n\x07leading\x18\x06 \x03(\rB\r\n\x0b_max_tokens\"n\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttop_texts\x18\x05 \x03(\t\"\xbd\x04\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12-\n\x0b\x65quivalence\x18\x08 \x01(\x0e\x32\x18.specpool.v1.Equivalence\x12\x12\n\nparameters\x18\t \x01(\x04\x12\r\n\x05notes\x18\n \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\x0b \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x0c \x01(\t\x12\x17\n\x0ftensor_parallel\x18\r \x01(\r\x12\x1c\n\x14tensor_parallel_sums\x18\x0e \x01(\t\x12=\n\x0cweight_kinds\x18\x0f \x03(\x0b\x32\'.specpool.v1.ModelInfo.WeightKindsEntry\x12\x13\n\x0b\x61\x63tivations\x18\x10 \x01(\t\x12\x13\n\x0bhidden_size\x18\x11 \x01(\r\x12\x12\n\nnum_layers\x18\x12 \x01(\r\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x13 \x03(\r\x12\x15\n\rfeature_width\x18\x14 \x01(\r\x1a\x32\n\x10WeightKindsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"^\n\nRankMemory\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x04 \x01(\x04\"^\n\x06\x42ranch\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x02\"\x9d\x03\n\nWorkerLoad\x12\x13\n\x0bslots_total\x18\x01 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x02 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x04 \x01(\x04\x12\x11\n\tkv_layout\x18\x05 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12kv_positions_total\x18\x08 \x01(\x04\x12\x19\n\x11kv_positions_free\x18\t \x01(\x04\x12\x1d\n\x15kv_positions_multiple\x18\n \x01(\r\x12&\n\x05ranks\x18\x0b \x03(\x0b\x32\x17.specpool.v1.RankMemory\x12\x18\n\x10max_rounds_ahead\x18\r \x01(\r\x12\x14\n\x0cmax_branches\x18\x0e \x01(\r\x12\x19\n\x11supports_grammars\x18\x10 \x01(\x08\x12\x18\n\x10returns_features\x18\x11 \x01(\x08J\x04\x08\x0c\x10\rJ\x04\x08\x0f\x10\x10\"h\n\tStepCosts\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x02\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x1a\n\x12seconds_per_cached\x18\x04 \x01(\x01\x12\x10\n\x08max_rows\x18\x05 \x01(\r\"\x16\n\x14GetWorkerInfoRequest\"\xd4\x01\n\x15GetWorkerInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specpool.v1.ModelInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.specpool.v1.WorkerLoad\x12%\n\x05\x63osts\x18\x03 \x01(\x0b\x32\x16.specpool.v1.StepCosts\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x31\n\x05\x64raft\x18\x05 \x01(\x0b\x32\".specpool.v1.GetWorkerInfoResponse\"\x15\n\x13WatchStartupRequest\"6\n\x14WatchStartupResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"K\n\x0eReleaseRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"8\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t*\xd2\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x1a\n\x16ITEM_STATUS_CACHE_MISS\x10\x02\x12\x17\n\x13ITEM_STATUS_NO_SLOT\x10\x03\x12\x1b\n\x17ITEM_STATUS_STALE_ROUND\x10\x04\x12\x1e\n\x1aITEM_STATUS_GRAMMAR_FAILED\x10\x05\x12!\n\x1dITEM_STATUS_GRAMMAR_NOT_READY\x10\x06*\\\n\x0b\x45quivalence\x12\x1b\n\x17\x45QUIVALENCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45QUIVALENCE_BITWISE\x10\x01\x12\x17\n\x13\x45QUIVALENCE_NUMERIC\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specpool/v1/common.proto\x12\x0bspecpool.v1\"\x96\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x38\n\nlogit_bias\x18\n \x03(\x0b\x32$.specpool.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x15\n\rprompt_length\x18\x0c \x01(\r\x12\x0f\n\x07grammar\x18\r \x01(\t\x12)\n\treasoning\x18\x0e \x01(\x0b\x32\x16.specpool.v1.Reasoning\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x8e\x01\n\tReasoning\x12\r\n\x05\x62\x65gin\x18\x01 \x03(\r\x12\x0b\n\x03\x65nd\x18\x02 \x03(\r\x12\x15\n\rstarts_inside\x18\x03 \x01(\x08\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rgrammar_after\x18\x05 \x01(\x08\x12\x0f\n\x07leading\x18\x06 \x03(\rB\r\n\x0b_max_tokens\"n\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttop_texts\x18\x05 \x03(\t\"\xf9\x04\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12-\n\x0b\x65quivalence\x18\x08 \x01(\x0e\x32\x18.specpool.v1.Equivalence\x12\x12\n\nparameters\x18\t \x01(\x04\x12\r\n\x05notes\x18\n \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\x0b \x01(\t\x12\x1c\n\x14numerics_fingerprint\x18\x0c \x01(\t\x12\x17\n\x0ftensor_parallel\x18\r \x01(\r\x12\x1c\n\x14tensor_parallel_sums\x18\x0e \x01(\t\x12=\n\x0cweight_kinds\x18\x0f \x03(\x0b\x32\'.specpool.v1.ModelInfo.WeightKindsEntry\x12\x13\n\x0b\x61\x63tivations\x18\x10 \x01(\t\x12\x13\n\x0bhidden_size\x18\x11 \x01(\r\x12\x12\n\nnum_layers\x18\x12 \x01(\r\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x13 \x03(\r\x12\x15\n\rfeature_width\x18\x14 \x01(\r\x12\x1d\n\x15tokenizer_translation\x18\x15 \x01(\t\x12\x1b\n\x13vocabulary_coverage\x18\x16 \x01(\x02\x1a\x32\n\x10WeightKindsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"^\n\nRankMemory\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x02 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x04 \x01(\x04\"^\n\x06\x42ranch\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x02\"\x9d\x03\n\nWorkerLoad\x12\x13\n\x0bslots_total\x18\x01 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x02 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x04 \x01(\x04\x12\x11\n\tkv_layout\x18\x05 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x61\x63tivation_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12kv_positions_total\x18\x08 \x01(\x04\x12\x19\n\x11kv_positions_free\x18\t \x01(\x04\x12\x1d\n\x15kv_positions_multiple\x18\n \x01(\r\x12&\n\x05ranks\x18\x0b \x03(\x0b\x32\x17.specpool.v1.RankMemory\x12\x18\n\x10max_rounds_ahead\x18\r \x01(\r\x12\x14\n\x0cmax_branches\x18\x0e \x01(\r\x12\x19\n\x11supports_grammars\x18\x10 \x01(\x08\x12\x18\n\x10returns_features\x18\x11 \x01(\x08J\x04\x08\x0c\x10\rJ\x04\x08\x0f\x10\x10\"h\n\tStepCosts\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x02\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x1a\n\x12seconds_per_cached\x18\x04 \x01(\x01\x12\x10\n\x08max_rows\x18\x05 \x01(\r\"\x16\n\x14GetWorkerInfoRequest\"\xd4\x01\n\x15GetWorkerInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specpool.v1.ModelInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.specpool.v1.WorkerLoad\x12%\n\x05\x63osts\x18\x03 \x01(\x0b\x32\x16.specpool.v1.StepCosts\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x31\n\x05\x64raft\x18\x05 \x01(\x0b\x32\".specpool.v1.GetWorkerInfoResponse\"\x15\n\x13WatchStartupRequest\"6\n\x14WatchStartupResponse\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"K\n\x0eReleaseRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"8\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t*\xd2\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x1a\n\x16ITEM_STATUS_CACHE_MISS\x10\x02\x12\x17\n\x13ITEM_STATUS_NO_SLOT\x10\x03\x12\x1b\n\x17ITEM_STATUS_STALE_ROUND\x10\x04\x12\x1e\n\x1aITEM_STATUS_GRAMMAR_FAILED\x10\x05\x12!\n\x1dITEM_STATUS_GRAMMAR_NOT_READY\x10\x06*\\\n\x0b\x45quivalence\x12\x1b\n\x17\x45QUIVALENCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45QUIVALENCE_BITWISE\x10\x01\x12\x17\n\x13\x45QUIVALENCE_NUMERIC\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_MODELINFO_WEIGHTKINDSENTRY']._loaded_options = None
   _globals['_MODELINFO_WEIGHTKINDSENTRY']._serialized_options = b'8\001'
-  _globals['_ITEMSTATUS']._serialized_start=2451
-  _globals['_ITEMSTATUS']._serialized_end=2661
-  _globals['_EQUIVALENCE']._serialized_start=2663
-  _globals['_EQUIVALENCE']._serialized_end=2755
+  _globals['_ITEMSTATUS']._serialized_start=2511
+  _globals['_ITEMSTATUS']._serialized_end=2721
+  _globals['_EQUIVALENCE']._serialized_start=2723
+  _globals['_EQUIVALENCE']._serialized_end=2815
   _globals['_SAMPLING']._serialized_start=42
   _globals['_SAMPLING']._serialized_end=448
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=400
@@ -48,27 +48,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROBS']._serialized_start=595
   _globals['_TOKENLOGPROBS']._serialized_end=705
   _globals['_MODELINFO']._serialized_start=708
-  _globals['_MODELINFO']._serialized_end=1281
-  _globals['_MODELINFO_WEIGHTKINDSENTRY']._serialized_start=1231
-  _globals['_MODELINFO_WEIGHTKINDSENTRY']._serialized_end=1281
-  _globals['_RANKMEMORY']._serialized_start=1283
-  _globals['_RANKMEMORY']._serialized_end=1377
-  _globals['_BRANCH']._serialized_start=1379
-  _globals['_BRANCH']._serialized_end=1473
-  _globals['_WORKERLOAD']._serialized_start=1476
-  _globals['_WORKERLOAD']._serialized_end=1889
-  _globals['_STEPCOSTS']._serialized_start=1891
-  _globals['_STEPCOSTS']._serialized_end=1995
-  _globals['_GETWORKERINFOREQUEST']._serialized_start=1997
-  _globals['_GETWORKERINFOREQUEST']._serialized_end=2019
-  _globals['_GETWORKERINFORESPONSE']._serialized_start=2022
-  _globals['_GETWORKERINFORESPONSE']._serialized_end=2234
-  _globals['_WATCHSTARTUPREQUEST']._serialized_start=2236
-  _globals['_WATCHSTARTUPREQUEST']._serialized_end=2257
-  _globals['_WATCHSTARTUPRESPONSE']._serialized_start=2259
-  _globals['_WATCHSTARTUPRESPONSE']._serialized_end=2313
-  _globals['_RELEASEREQUEST']._serialized_start=2315
-  _globals['_RELEASEREQUEST']._serialized_end=2390
-  _globals['_RELEASERESPONSE']._serialized_start=2392
-  _globals['_RELEASERESPONSE']._serialized_end=2448
+  _globals['_MODELINFO']._serialized_end=1341
+  _globals['_MODELINFO_WEIGHTKINDSENTRY']._serialized_start=1291
+  _globals['_MODELINFO_WEIGHTKINDSENTRY']._serialized_end=1341
+  _globals['_RANKMEMORY']._serialized_start=1343
+  _globals['_RANKMEMORY']._serialized_end=1437
+  _globals['_BRANCH']._serialized_start=1439
+  _globals['_BRANCH']._serialized_end=1533
+  _globals['_WORKERLOAD']._serialized_start=1536
+  _globals['_WORKERLOAD']._serialized_end=1949
+  _globals['_STEPCOSTS']._serialized_start=1951
+  _globals['_STEPCOSTS']._serialized_end=2055
+  _globals['_GETWORKERINFOREQUEST']._serialized_start=2057
+  _globals['_GETWORKERINFOREQUEST']._serialized_end=2079
+  _globals['_GETWORKERINFORESPONSE']._serialized_start=2082
+  _globals['_GETWORKERINFORESPONSE']._serialized_end=2294
+  _globals['_WATCHSTARTUPREQUEST']._serialized_start=2296
+  _globals['_WATCHSTARTUPREQUEST']._serialized_end=2317
+  _globals['_WATCHSTARTUPRESPONSE']._serialized_start=2319
+  _globals['_WATCHSTARTUPRESPONSE']._serialized_end=2373
+  _globals['_RELEASEREQUEST']._serialized_start=2375
+  _globals['_RELEASEREQUEST']._serialized_end=2450
+  _globals['_RELEASERESPONSE']._serialized_start=2452
+  _globals['_RELEASERESPONSE']._serialized_end=2508
 # @@protoc_insertion_point(module_scope)

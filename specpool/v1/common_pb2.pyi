@@ -103,7 +103,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., text: _Optional[str] = ..., top_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint", "tensor_parallel", "tensor_parallel_sums", "weight_kinds", "activations", "hidden_size", "num_layers", "feature_layers", "feature_width")
+    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint", "tensor_parallel", "tensor_parallel_sums", "weight_kinds", "activations", "hidden_size", "num_layers", "feature_layers", "feature_width", "tokenizer_translation", "vocabulary_coverage")
     class WeightKindsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,8 @@ class ModelInfo(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_TRANSLATION_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_COVERAGE_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -151,7 +153,9 @@ class ModelInfo(_message.Message):
     num_layers: int
     feature_layers: _containers.RepeatedScalarFieldContainer[int]
     feature_width: int
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., tensor_parallel_sums: _Optional[str] = ..., weight_kinds: _Optional[_Mapping[str, int]] = ..., activations: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ...) -> None: ...
+    tokenizer_translation: str
+    vocabulary_coverage: float
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., tensor_parallel_sums: _Optional[str] = ..., weight_kinds: _Optional[_Mapping[str, int]] = ..., activations: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., tokenizer_translation: _Optional[str] = ..., vocabulary_coverage: _Optional[float] = ...) -> None: ...
 
 class RankMemory(_message.Message):
     __slots__ = ("device", "weight_bytes", "kv_bytes", "activation_bytes")

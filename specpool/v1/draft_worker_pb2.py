@@ -25,21 +25,29 @@ _sym_db = _symbol_database.Default()
 from specpool.v1 import common_pb2 as specpool_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpool/v1/draft_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\x9c\x01\n\x0eProposeRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.specpool.v1.ProposeItem\x12\x0f\n\x07\x63hances\x18\x04 \x03(\x02\x12\x11\n\tstep_cost\x18\x05 \x01(\x02\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\xe9\x02\n\x0bProposeItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x1c\n\x0f\x63\x61\x63he_namespace\x18\r \x01(\x0cH\x00\x88\x01\x01\x12\x1e\n\x16\x65xpected_prefix_length\x18\x0e \x01(\r\x12\x12\n\nmin_chance\x18\x08 \x01(\x02\x12\x18\n\x0bnext_chance\x18\t \x01(\x02H\x01\x88\x01\x01\x12\x14\n\x0cnum_branches\x18\n \x01(\r\x12\x16\n\x0enum_unverified\x18\x0b \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0c\x42\x12\n\x10_cache_namespaceB\x0e\n\x0c_next_chanceJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\x8d\x01\n\x0fProposeResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specpool.v1.ProposeResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\xb9\x01\n\rProposeResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x05 \x03(\x02\x12%\n\x08\x62ranches\x18\x06 \x03(\x0b\x32\x13.specpool.v1.Branch2\x9f\x03\n\x12\x44raftWorkerService\x12\x44\n\x07Propose\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse\x12N\n\rProposeStream\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpool/v1/draft_worker.proto\x12\x0bspecpool.v1\x1a\x18specpool/v1/common.proto\"\xb4\x01\n\x0eProposeRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\'\n\x05items\x18\x03 \x03(\x0b\x32\x18.specpool.v1.ProposeItem\x12\x0f\n\x07\x63hances\x18\x04 \x03(\x02\x12\x11\n\tstep_cost\x18\x05 \x01(\x02\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x16\n\x0etranslation_id\x18\x07 \x01(\t\"\xe9\x02\n\x0bProposeItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.specpool.v1.Sampling\x12\x1c\n\x0f\x63\x61\x63he_namespace\x18\r \x01(\x0cH\x00\x88\x01\x01\x12\x1e\n\x16\x65xpected_prefix_length\x18\x0e \x01(\r\x12\x12\n\nmin_chance\x18\x08 \x01(\x02\x12\x18\n\x0bnext_chance\x18\t \x01(\x02H\x01\x88\x01\x01\x12\x14\n\x0cnum_branches\x18\n \x01(\r\x12\x16\n\x0enum_unverified\x18\x0b \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0c \x01(\x0c\x42\x12\n\x10_cache_namespaceB\x0e\n\x0c_next_chanceJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"\x8d\x01\n\x0fProposeResponse\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12+\n\x07results\x18\x02 \x03(\x0b\x32\x1a.specpool.v1.ProposeResult\x12\x12\n\nforward_ns\x18\x03 \x01(\x04\x12\x12\n\nrealign_ns\x18\x04 \x01(\x04\x12\x13\n\x0binstance_id\x18\x05 \x01(\t\"\xb9\x01\n\rProposeResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.specpool.v1.ItemStatus\x12\x17\n\x0f\x64raft_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_length\x18\x04 \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x05 \x03(\x02\x12%\n\x08\x62ranches\x18\x06 \x03(\x0b\x32\x13.specpool.v1.Branch\"\xf3\x01\n\x13UseTokenizerRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12K\n\x0especial_tokens\x18\x05 \x03(\x0b\x32\x33.specpool.v1.UseTokenizerRequest.SpecialTokensEntry\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x81\x01\n\x14UseTokenizerResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0etranslation_id\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x1b\n\x13vocabulary_coverage\x18\x04 \x01(\x02\x12\x0f\n\x07refusal\x18\x05 \x01(\t2\xf4\x03\n\x12\x44raftWorkerService\x12\x44\n\x07Propose\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse\x12N\n\rProposeStream\x12\x1b.specpool.v1.ProposeRequest\x1a\x1c.specpool.v1.ProposeResponse(\x01\x30\x01\x12\x44\n\x07Release\x12\x1b.specpool.v1.ReleaseRequest\x1a\x1c.specpool.v1.ReleaseResponse\x12V\n\rGetWorkerInfo\x12!.specpool.v1.GetWorkerInfoRequest\x1a\".specpool.v1.GetWorkerInfoResponse\x12S\n\x0cUseTokenizer\x12 .specpool.v1.UseTokenizerRequest\x1a!.specpool.v1.UseTokenizerResponse\x12U\n\x0cWatchStartup\x12 .specpool.v1.WatchStartupRequest\x1a!.specpool.v1.WatchStartupResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specpool.v1.draft_worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_USETOKENIZERREQUEST_SPECIALTOKENSENTRY']._loaded_options = None
+  _globals['_USETOKENIZERREQUEST_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
   _globals['_PROPOSEREQUEST']._serialized_start=74
-  _globals['_PROPOSEREQUEST']._serialized_end=230
-  _globals['_PROPOSEITEM']._serialized_start=233
-  _globals['_PROPOSEITEM']._serialized_end=594
-  _globals['_PROPOSERESPONSE']._serialized_start=597
-  _globals['_PROPOSERESPONSE']._serialized_end=738
-  _globals['_PROPOSERESULT']._serialized_start=741
-  _globals['_PROPOSERESULT']._serialized_end=926
-  _globals['_DRAFTWORKERSERVICE']._serialized_start=929
-  _globals['_DRAFTWORKERSERVICE']._serialized_end=1344
+  _globals['_PROPOSEREQUEST']._serialized_end=254
+  _globals['_PROPOSEITEM']._serialized_start=257
+  _globals['_PROPOSEITEM']._serialized_end=618
+  _globals['_PROPOSERESPONSE']._serialized_start=621
+  _globals['_PROPOSERESPONSE']._serialized_end=762
+  _globals['_PROPOSERESULT']._serialized_start=765
+  _globals['_PROPOSERESULT']._serialized_end=950
+  _globals['_USETOKENIZERREQUEST']._serialized_start=953
+  _globals['_USETOKENIZERREQUEST']._serialized_end=1196
+  _globals['_USETOKENIZERREQUEST_SPECIALTOKENSENTRY']._serialized_start=1144
+  _globals['_USETOKENIZERREQUEST_SPECIALTOKENSENTRY']._serialized_end=1196
+  _globals['_USETOKENIZERRESPONSE']._serialized_start=1199
+  _globals['_USETOKENIZERRESPONSE']._serialized_end=1328
+  _globals['_DRAFTWORKERSERVICE']._serialized_start=1331
+  _globals['_DRAFTWORKERSERVICE']._serialized_end=1831
 # @@protoc_insertion_point(module_scope)

@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("coordinator_id", "round_id", "items", "chances", "step_cost", "traceparent")
+    __slots__ = ("coordinator_id", "round_id", "items", "chances", "step_cost", "traceparent", "translation_id")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CHANCES_FIELD_NUMBER: _ClassVar[int]
     STEP_COST_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATION_ID_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     round_id: int
     items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
     chances: _containers.RepeatedScalarFieldContainer[float]
     step_cost: float
     traceparent: str
-    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    translation_id: str
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ..., traceparent: _Optional[str] = ..., translation_id: _Optional[str] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
     __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "cache_namespace", "expected_prefix_length", "min_chance", "next_chance", "num_branches", "num_unverified", "features")
@@ -80,3 +82,38 @@ class ProposeResult(_message.Message):
     confidences: _containers.RepeatedScalarFieldContainer[float]
     branches: _containers.RepeatedCompositeFieldContainer[_common_pb2.Branch]
     def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., confidences: _Optional[_Iterable[float]] = ..., branches: _Optional[_Iterable[_Union[_common_pb2.Branch, _Mapping]]] = ...) -> None: ...
+
+class UseTokenizerRequest(_message.Message):
+    __slots__ = ("coordinator_id", "tokenizer_json", "vocab_size", "eos_token_ids", "special_tokens")
+    class SpecialTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    coordinator_id: str
+    tokenizer_json: bytes
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    special_tokens: _containers.ScalarMap[str, str]
+    def __init__(self, coordinator_id: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class UseTokenizerResponse(_message.Message):
+    __slots__ = ("instance_id", "translation_id", "method", "vocabulary_coverage", "refusal")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSLATION_ID_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    translation_id: str
+    method: str
+    vocabulary_coverage: float
+    refusal: str
+    def __init__(self, instance_id: _Optional[str] = ..., translation_id: _Optional[str] = ..., method: _Optional[str] = ..., vocabulary_coverage: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...

@@ -56,6 +56,11 @@ class DraftWorkerServiceStub:
                 request_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
                 response_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
                 _registered_method=True)
+        self.UseTokenizer = channel.unary_unary(
+                '/specpool.v1.DraftWorkerService/UseTokenizer',
+                request_serializer=specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerRequest.SerializeToString,
+                response_deserializer=specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerResponse.FromString,
+                _registered_method=True)
         self.WatchStartup = channel.unary_stream(
                 '/specpool.v1.DraftWorkerService/WatchStartup',
                 request_serializer=specpool_dot_v1_dot_common__pb2.WatchStartupRequest.SerializeToString,
@@ -102,6 +107,14 @@ class DraftWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UseTokenizer(self, request, context):
+        """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
+        that name the translation. Can be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchStartup(self, request, context):
         """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -132,6 +145,11 @@ def add_DraftWorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerInfo,
                     request_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.FromString,
                     response_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.SerializeToString,
+            ),
+            'UseTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.UseTokenizer,
+                    request_deserializer=specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerRequest.FromString,
+                    response_serializer=specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerResponse.SerializeToString,
             ),
             'WatchStartup': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchStartup,
@@ -248,6 +266,33 @@ class DraftWorkerService:
             '/specpool.v1.DraftWorkerService/GetWorkerInfo',
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UseTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specpool.v1.DraftWorkerService/UseTokenizer',
+            specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerRequest.SerializeToString,
+            specpool_dot_v1_dot_draft__worker__pb2.UseTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,10 @@ class DraftWorkerServiceStub:
     """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
+    UseTokenizer: _grpc.UnaryUnaryMultiCallable[_draft_worker_pb2.UseTokenizerRequest, _draft_worker_pb2.UseTokenizerResponse]
+    """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
+    that name the translation. Can be repeated.
+    """
     WatchStartup: _grpc.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]
     """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -83,6 +87,10 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
     """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    UseTokenizer: _aio.UnaryUnaryMultiCallable[_draft_worker_pb2.UseTokenizerRequest, _draft_worker_pb2.UseTokenizerResponse]  # type: ignore[assignment]
+    """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
+    that name the translation. Can be repeated.
     """
     WatchStartup: _aio.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]  # type: ignore[assignment]
     """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
@@ -133,6 +141,16 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_common_pb2.GetWorkerInfoResponse, _abc.Awaitable[_common_pb2.GetWorkerInfoResponse]]:
         """Returns the worker's model, load and step costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def UseTokenizer(
+        self,
+        request: _draft_worker_pb2.UseTokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_draft_worker_pb2.UseTokenizerResponse, _abc.Awaitable[_draft_worker_pb2.UseTokenizerResponse]]:
+        """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
+        that name the translation. Can be repeated.
         """
 
     @_abc_1.abstractmethod

@@ -44,7 +44,7 @@ class RemoteDraft:
 
     def __init__(self, vllm_config: Any) -> None:
         """Wait for the draft worker, if there is one. ValueError, in one line, for invalid settings, a worker that does
-        not answer, or a worker with a different tokenizer."""
+        not answer, or a worker that cannot translate vLLM's tokens."""
         self._drafter: Drafter | None = None
         """None: this rank does not draft."""
         self._link: BlockingDraftLink | None = None
@@ -89,6 +89,10 @@ class RemoteDraft:
             link.close()
             raise ValueError(f"cannot use the draft worker at {address}: {error}") from None
         log.info("draft worker at %s provides drafts for vLLM", address)
+        if link.model is not None and link.model.info.tokenizer_translation:
+            info = link.model.info
+            how, coverage = info.tokenizer_translation, info.vocabulary_coverage
+            log.info("it translates tokens (%s): %s has %.0f%% of vLLM's vocabulary", how, info.model, 100 * coverage)
         atexit.register(self.close)
         return link
 

@@ -14,8 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import forget_all
 
-from draft_worker.proposer import Proposer
 from draft_worker.server import DraftWorkerServicer
+from draft_worker.translating import TranslatingProposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 from specpool.rpc.config.settings import ServerSettings
@@ -53,7 +53,7 @@ class Role:
 
 DRAFT = Role(
     "DraftWorkerService",
-    Proposer,
+    TranslatingProposer,
     DraftWorkerServicer,
     draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server,
     draft_worker_pb2_grpc.DraftWorkerServiceStub,

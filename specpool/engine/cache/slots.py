@@ -45,6 +45,8 @@ class Slot:
     """A feature draft's own states after some numbers of positions, from its last round."""
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
+    translated: Any = None
+    """The target's tokens, if their tokenizer differs from the draft's; kept by the draft worker."""
     carried: CarriedDraft = field(default_factory=CarriedDraft)
     """State of the worker's own draft, if the worker carries a draft."""
 

@@ -239,4 +239,5 @@ async def test_a_carried_draft_with_another_tokenizer_is_refused_by_name() -> No
     other = RecordingTarget(draft=FakeOwnDraft(fingerprint="another"))
     async with replicas(other, first=RecordingTarget(draft=FakeOwnDraft())) as served:
         states = {target.state: target.reason for target in (await served.info()).targets}
-    assert states == {"ready": "", "refused": "the draft carried uses a different tokenizer than the target fake"}
+    differ = "the draft carried uses a different tokenizer than the target fake"
+    assert states == {"ready": "", "refused": f"{differ}; run it in a draft worker, which translates tokens"}

@@ -74,7 +74,7 @@ def serve(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Serve:
     @asynccontextmanager
     async def serving(acceptance: float = 1.0, draft_timeout: str = "5", **knobs: Any) -> AsyncIterator[Served]:
         target = FakeTarget()
-        draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
+        draft = RecordingDraft(target, acceptance=acceptance, **{"fingerprint": FINGERPRINT, **knobs})
         address = await draft.start()
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
         monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", draft_timeout)
@@ -190,6 +190,23 @@ async def test_drafts_resume_after_a_draft_worker_restart(serve: Serve) -> None:
         await served.draft.start(served.address)
         await served.until(lambda: row.accepted > accepted + 5)
         served.check(row)
+
+
+async def test_a_draft_worker_with_another_tokenizer_gets_vllms_at_each_start(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.specpool")
+    async with serve(fingerprint="another", translation="shared") as served:
+        assert "it translates tokens (shared): fake has 50% of vLLM's vocabulary" in caplog.messages
+        row = served.vllm.add([7, 7, 8])
+        await served.until(lambda: row.accepted > 3)
+        await served.draft.stop()
+        await served.draft.start(served.address)
+        accepted = row.accepted
+        await served.until(lambda: row.accepted > accepted + 5)
+        served.check(row)
+        assert len(served.draft.tokenizers) == 2
+        assert all(request.translation_id for request in served.draft.requests)
 
 
 async def test_lost_draft_caches_are_rebuilt(serve: Serve) -> None:

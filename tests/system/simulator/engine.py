@@ -11,7 +11,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from draft_worker.proposer import Proposer
+from draft_worker.translating import TranslatingProposer
+from draft_worker.translation.translations import Translations
 from simulator.model import EOS, VOCAB_SIZE, ToyPair
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
@@ -177,8 +178,10 @@ class ToyBackend(SequenceEngine):
         raise NotImplementedError
 
 
-class ToyProposer(ToyBackend, Proposer):
+class ToyProposer(ToyBackend, TranslatingProposer):
     """The backend of a draft."""
+
+    translations = Translations(TokenizerFiles(b"", "", {}, ()), 0)
 
     def info(self) -> WorkerInfo:
         """Description of the toy."""

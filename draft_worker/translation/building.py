@@ -1,0 +1,81 @@
+"""Build the translation for a pair of tokenizers, and choose its method by what a perfect draft would get accepted."""
+
+from collections.abc import Mapping
+
+from draft_worker.translation.sample import SAMPLE
+from draft_worker.translation.sequence import TranslatedSequence
+from draft_worker.translation.translation import RETOKENIZED, SHARED, Translation
+from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
+
+MIN_FIDELITY = 0.5
+"""Minimum share of a sample's tokens that a perfect draft proposes. See docs/decisions.md."""
+MEASURED_DRAFT_TOKENS = 4
+TEXT_BYTES = 16 * MEASURED_DRAFT_TOKENS
+"""Bytes of text that a perfect draft foresees."""
+
+
+def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) -> tuple[Translation, float]:
+    """Return the better translation, and its fidelity. `vocab_size`: the target's.
+
+    Raises UnsupportedTokenizerError below `MIN_FIDELITY`.
+    """
+    specials = _special_map(target, draft)
+    ids = {text: token_id for token_id, text in draft.texts.items()}
+    shared = {token_id: ids[text] for token_id, text in target.texts.items() if text in ids}
+    coverage = len(shared) / max(1, len(target.texts))
+    text = SAMPLE.encode()
+    num_target_tokens = max(1, len(target.encode(text)))
+    ratio = len(draft.encode(text)) / num_target_tokens
+    methods = [
+        Translation(method, target, draft, to_draft, _inverse(to_draft, target, draft), coverage, vocab_size, ratio)
+        for method, to_draft in ((SHARED, shared | specials), (RETOKENIZED, specials))
+    ]
+    measured = [(translation, fidelity(translation)) for translation in methods]
+    best, measure = max(measured, key=lambda each: each[1])
+    if measure < MIN_FIDELITY:
+        reason = f"a perfect draft would propose only {measure:.0%} of the target's tokens"
+        raise UnsupportedTokenizerError(f"{reason}; at least {MIN_FIDELITY:.0%} are needed")
+    return best, measure
+
+
+def fidelity(translation: Translation, sample: str = SAMPLE, count: int = MEASURED_DRAFT_TOKENS) -> float:
+    """Return the share of a text's tokens that the target accepts from a draft that foresees the text.
+
+    `count`: draft tokens per round.
+    """
+    target, draft = translation.target, translation.draft
+    token_ids, sequence, place = target.encode(sample.encode()), TranslatedSequence(translation), 0
+    num_accepted = num_rounds = 0
+    while place + count < len(token_ids):
+        sequence.extend(len(sequence.target_ids), token_ids[len(sequence.target_ids) : place + 1])
+        following = token_ids[place + 1 :]
+        text = b"".join(target.texts.get(token_id, b"") for token_id in following[:TEXT_BYTES])[:TEXT_BYTES]
+        draft_ids = draft.encode(text)[: translation.num_draft_tokens(count)]
+        proposed, _ = translation.proposal(draft_ids, (), count, sequence.incomplete)
+        accepted = next(
+            (i for i, pair in enumerate(zip(proposed, following, strict=False)) if pair[0] != pair[1]), len(proposed)
+        )
+        num_accepted += accepted
+        num_rounds += 1
+        place += accepted + 1
+    return num_accepted / max(1, count * num_rounds)
+
+
+def _special_map(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """Map special tokens of the same text, and those that begin or end a sequence."""
+    mapped = {
+        token_id: draft.special_ids[text] for text, token_id in target.special_ids.items() if text in draft.special_ids
+    }
+    if target.bos_token_id is not None and draft.bos_token_id is not None:
+        mapped[target.bos_token_id] = draft.bos_token_id
+    if draft.eos_token_ids:
+        mapped |= {token_id: mapped.get(token_id, draft.eos_token_ids[0]) for token_id in target.eos_token_ids}
+    return mapped
+
+
+def _inverse(to_draft: Mapping[int, int], target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    inverse = {draft_id: target_id for target_id, draft_id in to_draft.items()}
+    if target.eos_token_ids:
+        ends = dict.fromkeys(draft.eos_token_ids, target.eos_token_ids[0])
+        inverse = ends | inverse
+    return inverse

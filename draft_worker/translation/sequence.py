@@ -1,0 +1,88 @@
+"""A sequence of the target's tokens, translated as it grows and is truncated."""
+
+from collections.abc import Sequence
+
+from draft_worker.translation.translation import Translation
+from draft_worker.translation.vocabulary import num_incomplete
+
+BORDER_DISTANCE = 16
+"""Minimum number of target tokens between two borders to remember."""
+MAX_CHARACTER_BYTES = 4
+MAX_TEXT_BYTES = 512
+"""Maximum bytes of text to encode together, except up to the end of a token and character."""
+
+
+class TranslatedSequence:
+    """Translates text between borders, where the encoding of the text before does not depend on the text after."""
+
+    def __init__(self, translation: Translation, max_length: int = 2**31) -> None:
+        """`max_length`: stop translating once the sequence has more of the draft's tokens."""
+        self.translation, self._max_length = translation, max_length
+        self.target_ids: list[int] = []
+        self.draft_ids: list[int] = [*translation.draft.prefix]
+        self._borders = [(0, len(self.draft_ids))]
+        """Numbers of the target's and the draft's tokens before each border."""
+        self._text = bytearray()
+        """Text that is not encoded yet."""
+
+    def extend(self, base_length: int, token_ids: Sequence[int]) -> bool:
+        """Keep the first `base_length` target tokens and append others. Return False if there are fewer."""
+        if base_length > len(self.target_ids):
+            return False
+        while self._borders[-1][0] > base_length:
+            self._borders.pop()
+        start, count = self._borders[-1]
+        new = [*self.target_ids[start:base_length], *token_ids]
+        self.target_ids[start:] = new
+        del self.draft_ids[count:]
+        self._translate(start, new)
+        return True
+
+    @property
+    def incomplete(self) -> list[int]:
+        """The last target tokens, if their text ends within a character."""
+        texts, last = self.translation.target.texts, self.target_ids[-MAX_CHARACTER_BYTES:]
+        sizes = [len(texts.get(token_id, b"")) for token_id in last]
+        rest = num_incomplete(b"".join(texts.get(token_id, b"") for token_id in last))
+        count = 0
+        while rest > 0:
+            count += 1
+            rest -= sizes[-count]
+        return last[len(last) - count :]
+
+    def _translate(self, start: int, token_ids: Sequence[int]) -> None:
+        """Append the translation of the target's tokens from `start` on. The last text may be encoded again later."""
+        translation, text = self.translation, self._text
+        texts, to_draft = translation.target.texts, translation.to_draft
+        for index, token_id in enumerate(token_ids, start):
+            if len(self.draft_ids) > self._max_length:
+                break
+            draft_id = to_draft.get(token_id)
+            if draft_id is None:
+                own = texts.get(token_id, b"")
+                if text and (_is_border(text, own) or (len(text) > MAX_TEXT_BYTES and not num_incomplete(text))):
+                    self._flush(index)
+                text += own
+                continue
+            self._flush(index)
+            if index or token_id != translation.target.bos_token_id or not translation.draft.prefix:
+                self.draft_ids.append(draft_id)
+            self._mark(index + 1)
+        self.draft_ids += translation.draft.encode(bytes(text))
+        text.clear()
+
+    def _flush(self, index: int) -> None:
+        """Encode the text before target token `index`, which is a border."""
+        if self._text:
+            self.draft_ids += self.translation.draft.encode(bytes(self._text))
+            self._text.clear()
+            self._mark(index)
+
+    def _mark(self, index: int) -> None:
+        if index - self._borders[-1][0] >= BORDER_DISTANCE:
+            self._borders.append((index, len(self.draft_ids)))
+
+
+def _is_border(before: bytes | bytearray, after: bytes) -> bool:
+    """Whether no tokenizer joins two texts: a word ends, and a space follows."""
+    return after[:1] == b" " and not before[-1:].isspace()

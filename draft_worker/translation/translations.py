@@ -1,0 +1,117 @@
+"""The translations of a draft worker, one for each tokenizer that its coordinators use."""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from draft_worker.translation.building import build_translation
+from draft_worker.translation.translation import Translation
+from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
+from specpool.protocol.errors import UnavailableError
+from specpool.protocol.tokenizer import TokenizerFiles
+
+log = logging.getLogger(__name__)
+
+MAX_TRANSLATIONS = 4
+"""Maximum number of translations, and of refusals to remember. Each takes up to about 100 MiB."""
+IDLE_SECONDS = 600.0
+"""Translations that no round has used for this long are freed. Their coordinators ask again."""
+
+
+@dataclass
+class _Entry:
+    result: Translation | str
+    """The translation, or why there is none."""
+    used: float
+
+
+class Translations:
+    """Builds and keeps translations. Any thread may call it."""
+
+    def __init__(self, draft: TokenizerFiles, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files, self._vocab_size, self._clock = draft, vocab_size, clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _draft(self) -> Vocabulary:
+        return _read("draft", self._files, self._vocab_size)
+
+    def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
+        """Return the id of the translation for a target's tokenizer, and the translation or why there is none.
+
+        The first call for a tokenizer takes seconds. Raises UnavailableError if others need all memory.
+        """
+        translation_id = _id_of(target, vocab_size)
+        with self._lock:  # one at a time: others wait
+            if (known := self._entries.get(translation_id)) is None:
+                self._make_room()
+                known = self._entries[translation_id] = _Entry(self._build(target, vocab_size), 0.0)
+            self._touch(translation_id, known)
+            return translation_id, known.result
+
+    def get(self, translation_id: str) -> Translation:
+        """Return a translation. Raises UnavailableError if it has been freed, so that its coordinator asks again."""
+        entry = self._entries.get(translation_id)
+        if entry is None or isinstance(entry.result, str):
+            raise UnavailableError("the worker has no translation with this id: call UseTokenizer")
+        entry.used = self._clock()
+        return entry.result
+
+    def expire(self) -> None:
+        """Free the translations that are not in use."""
+        if self._lock.acquire(blocking=False):  # not while one is built
+            try:
+                for translation_id in [each for each, entry in self._entries.items() if self._is_idle(entry)]:
+                    del self._entries[translation_id]
+            finally:
+                self._lock.release()
+
+    def _touch(self, translation_id: str, entry: _Entry) -> None:
+        entry.used = self._clock()
+        self._entries.move_to_end(translation_id)
+
+    def _is_idle(self, entry: _Entry) -> bool:
+        return self._clock() - entry.used > IDLE_SECONDS
+
+    def _make_room(self) -> None:
+        """Free an idle translation or a refusal if there are too many."""
+        if len(self._entries) < MAX_TRANSLATIONS:
+            return
+        free = (each for each, entry in self._entries.items() if isinstance(entry.result, str) or self._is_idle(entry))
+        if (oldest := next(free, None)) is None:
+            raise UnavailableError(f"{MAX_TRANSLATIONS} translations are in use, the maximum")
+        del self._entries[oldest]
+
+    def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
+        began = time.perf_counter()
+        try:
+            translation, fidelity = build_translation(_read("target", target, vocab_size), self._draft, vocab_size)
+        except UnsupportedTokenizerError as error:
+            log.warning("cannot translate between the tokenizers: %s", error)
+            return str(error)
+        log.info(
+            "translating the tokens of another tokenizer (%s): the draft has %.0f%% of the target's tokens, and a "
+            "perfect draft would get %.0f%% accepted; prepared in %.1f s",
+            translation.method, 100 * translation.coverage, 100 * fidelity, time.perf_counter() - began,
+        )  # fmt: skip
+        return translation
+
+
+def _read(model: str, files: TokenizerFiles, vocab_size: int) -> Vocabulary:
+    try:
+        return Vocabulary.read(files, vocab_size)
+    except UnsupportedTokenizerError as error:
+        raise UnsupportedTokenizerError(f"the {model}'s tokenizer is not supported: {error}") from None
+
+
+def _id_of(files: TokenizerFiles, vocab_size: int) -> str:
+    """Return a hash of everything that the translation depends on."""
+    rest = json.dumps([vocab_size, files.eos_token_ids, files.special_tokens], sort_keys=True).encode()
+    return hashlib.sha256(hashlib.sha256(files.tokenizer_json).digest() + rest).hexdigest()

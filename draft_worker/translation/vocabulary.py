@@ -1,0 +1,152 @@
+"""The tokens of a tokenizer as bytes, and the encoding of a text that continues another one.
+
+Tokens are bytes rather than text, because a character may span several tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specpool.protocol.tokenizer import TokenizerFiles
+
+MAX_DEPTH = 8
+"""Maximum depth of nested decoders, normalizers and pre-tokenizers."""
+MAX_TOKEN_BYTES = 1024
+METASPACE = "▁"
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The alphabet of byte-level BPE."""
+BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(0x100)}
+"""The tokens of SentencePiece's byte fallback."""
+
+
+class UnsupportedTokenizerError(ValueError):
+    """The tokenizer cannot be used for translation."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's tokens."""
+
+    texts: dict[int, bytes]
+    """The bytes of each token, without special tokens."""
+    special_ids: dict[str, int]
+    """Special tokens by text."""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    prefix: tuple[int, ...]
+    """Tokens that the tokenizer puts before a text, such as a beginning-of-sequence token."""
+    byte_ids: dict[int, int]
+    """The token of each single byte."""
+    tokenizer: Tokenizer
+
+    @classmethod
+    def read(cls, files: TokenizerFiles, vocab_size: int) -> "Vocabulary":
+        """Read a tokenizer, in about a second. Raises UnsupportedTokenizerError."""
+        try:
+            description = json.loads(files.tokenizer_json)
+            kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
+            tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
+            prefix = tokenizer.encode("").ids
+            continuing = Tokenizer.from_str(json.dumps(_without_prefix(description)))
+        except RecursionError:
+            raise UnsupportedTokenizerError("it is nested too deeply") from None
+        except Exception as error:  # tokenizers raises Exception itself, and the file may contain anything
+            raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
+        continuing.encode_special_tokens = True
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        texts = dict[int, bytes]()
+        byte_ids = dict[int, int]()
+        for token, token_id in tokenizer.get_vocab().items():
+            if token_id in added:
+                text = added[token_id].content.encode(errors="replace")
+            else:
+                text = _bytes_of(token, kinds)
+                if len(text) == 1 and (token in BYTE_TOKENS or text[0] not in byte_ids):
+                    byte_ids[text[0]] = token_id
+            if len(text) > MAX_TOKEN_BYTES:
+                reason = f"it has a token of {len(text)} bytes, more than {MAX_TOKEN_BYTES}"
+                raise UnsupportedTokenizerError(reason)
+            if text and token not in special and token_id < vocab_size:
+                texts[token_id] = text
+        bos = special.get(files.special_tokens.get("bos_token", ""))
+        known_prefix = tuple(prefix) if set(prefix) <= {bos} else ()
+        return cls(texts, special, files.eos_token_ids, bos, known_prefix, byte_ids, continuing)
+
+    def encode(self, text: bytes) -> list[int]:
+        """Return the tokens of a text that continues another one. Invalid UTF-8 becomes tokens of single bytes."""
+        token_ids: list[int] = []
+        for valid, invalid in _pieces(text):
+            if valid:
+                token_ids += self.tokenizer.encode(valid, add_special_tokens=False).ids
+            token_ids += [self.byte_ids[byte] for byte in invalid if byte in self.byte_ids]
+        return token_ids
+
+
+def num_incomplete(text: bytes | bytearray) -> int:
+    """Return the number of bytes at the end of a text that begin a character without completing it."""
+    for count in range(1, min(3, len(text)) + 1):
+        byte = text[-count]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return count if count < needed else 0
+        if byte < 0x80:
+            break
+    return 0
+
+
+def _pieces(text: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield valid parts of a text, each with the invalid bytes that follow it."""
+    while text:
+        try:
+            yield text.decode(), b""
+            return
+        except UnicodeDecodeError as error:
+            yield text[: error.start].decode(), text[error.start : error.end]
+            text = text[error.end :]
+
+
+def _steps(description: Any, members: str, levels: int = MAX_DEPTH) -> list[dict[str, Any]]:
+    """Return the steps of nested sequences in order."""
+    if description is None:
+        return []
+    if not levels:
+        raise RecursionError
+    if description["type"] != "Sequence":
+        return [description]
+    return [step for member in description[members] for step in _steps(member, members, levels - 1)]
+
+
+def _bytes_of(token: str, kinds: list[str]) -> bytes:
+    """Return the bytes that a token adds to a text."""
+    if "ByteLevel" in kinds:
+        return bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) if BYTE_OF_CHARACTER.keys() >= {*token} else b""
+    if "ByteFallback" in kinds and token in BYTE_TOKENS:
+        return bytes([BYTE_TOKENS[token]])
+    if "Metaspace" in kinds or "Replace" in kinds:
+        return token.replace(METASPACE, " ").encode(errors="replace")
+    raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not give the bytes of tokens")
+
+
+def _without_prefix(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's description that adds neither a space before a text, nor special tokens around it."""
+    normalizers = [step for step in _steps(description["normalizer"], "normalizers") if step["type"] != "Prepend"]
+    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    splits = _steps(description["pre_tokenizer"], "pretokenizers")
+    return description | {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [step | changes.get(step["type"], {}) for step in splits],
+        }
+        if splits
+        else None,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }

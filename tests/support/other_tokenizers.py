@@ -1,0 +1,103 @@
+"""Tokenizers of other kinds and sizes, trained on a small text, and models with a permuted vocabulary."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.pair import save_tokenizer
+from draft_worker.translation.sample import SAMPLE
+from draft_worker.translation.vocabulary import BYTE_TOKENS, Vocabulary
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
+
+TEXTS = [SAMPLE, (Path(__file__).parents[2] / "docs" / "api.md").read_text()]
+METASPACE_DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+METASPACE_NORMALIZER = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
+
+
+@cache
+def byte_level(size: int) -> Tokenizer:
+    """Return a tokenizer like GPT-2's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        show_progress=False,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+@cache
+def sentence_piece(size: int, kind: str = "bpe") -> Tokenizer:
+    """Return a tokenizer like Llama 2's ("bpe") or T5's ("unigram"), with byte fallback."""
+    first = ["<unk>", "<s>", "<eos>", *BYTE_TOKENS]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True) if kind == "bpe" else models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    options = {"vocab_size": size, "show_progress": False, "special_tokens": first}
+    if kind == "bpe":
+        tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(**options))
+    else:
+        tokenizer.train_from_iterator(TEXTS, trainers.UnigramTrainer(**options, unk_token="<unk>"))
+    description = json.loads(tokenizer.to_str())
+    description["decoder"] = METASPACE_DECODER
+    description["model"]["byte_fallback"] = True
+    if kind == "bpe":
+        description["pre_tokenizer"], description["normalizer"] = None, METASPACE_NORMALIZER
+    description["added_tokens"] = [each for each in description["added_tokens"] if each["content"] not in BYTE_TOKENS]
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def files_of(tokenizer: Tokenizer) -> TokenizerFiles:
+    """Return a tokenizer's files."""
+    special = {"eos_token": "<eos>"} | ({"bos_token": "<s>"} if tokenizer.token_to_id("<s>") is not None else {})
+    return TokenizerFiles(tokenizer.to_str().encode(), "", special, (tokenizer.token_to_id("<eos>"),))
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary.read(files_of(tokenizer), tokenizer.get_vocab_size())
+
+
+def permute_vocabulary(source: Path, folder: Path) -> Path:
+    """Save a model with the byte tokenizer again, with other token ids. Return its folder."""
+    order = [*range(EOS_TOKEN_ID + 1)]
+    random.Random(0).shuffle(order)
+    folder.mkdir()
+    weights = load_file(source / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        permuted = torch.empty_like(weights[name])
+        permuted[order] = weights[name]
+        weights[name] = permuted
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "generation_config.json"):
+        values = json.loads((source / file).read_text())
+        (folder / file).write_text(json.dumps(values | {"eos_token_id": order[EOS_TOKEN_ID]}))
+    description = json.loads(byte_tokenizer().to_str())
+    vocab = {token: order[token_id] for token, token_id in description["model"]["vocab"].items()}
+    description["model"]["vocab"] = vocab | {"<eos>": order[EOS_TOKEN_ID]}
+    for token in description["added_tokens"]:
+        token["id"] = order[token["id"]]
+    save_tokenizer(folder, Tokenizer.from_str(json.dumps(description)))
+    return folder
