@@ -71,6 +71,8 @@ true
 {{- fail "draft.canary.enabled: needs draft workers, so draft.enabled without draft.colocated" -}}
 {{- else if .Values.disaggregatedSet.enabled -}}
 {{- fail "draft.canary.enabled: must not be set with disaggregatedSet.enabled" -}}
+{{- else if and (eq .Values.draft.modelCache.type "image") (not $canary.modelCache) -}}
+{{- fail "draft.canary.modelCache: needed, since the image of draft.modelCache has the draft's model" -}}
 {{- else if and (gt (int $canary.replicas) 1) (include "specpool.scaled" .) -}}
 {{- fail "draft.canary.replicas: must be 0 or 1 with several cells, which have a canary each" -}}
 {{- else -}}
