@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.recording import shard_writer
 from coordinator.recording.shard_writer import Bounds, ShardWriter
 from specpool.protocol.recordings import Header, RecordedAnswer, read_shard, shards_in
 
@@ -65,6 +66,17 @@ def test_old_shards_are_deleted_without_new_answers(tmp_path: Path) -> None:
     os.utime(tmp_path / "notes.txt", (time.time() - DAY,) * 2)
     ShardWriter(tmp_path, BOUNDS).tick()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_shards_may_vanish_while_another_coordinator_deletes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "answers-1.jsonl"
+    monkeypatch.setattr(shard_writer, "shards_in", lambda folder: [missing, *shards_in(folder)])
+    writer = ShardWriter(tmp_path, BOUNDS)
+    writer.append(HEADER, answer(1))
+    writer.finish()
+    assert recorded(tmp_path) == {answer(1)}
 
 
 def test_a_shard_never_mixes_targets_and_a_restart_continues(tmp_path: Path) -> None:
