@@ -94,6 +94,8 @@ class Recorder:
         if self._thread.is_alive():
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
 
     def _run(self) -> None:
         self._try(None)
