@@ -64,7 +64,8 @@ class VoteRates:
             bin_ = _bin(matches[0][0] + step, share, len(matches))
             chance = self._chances[bin_]
             chance = chance * odds / (chance * odds + 1 - chance)
-            product *= chance
+            # A round after a pending one verifies nothing unless the pending tokens are accepted.
+            product = chance * (product if step > sequence.num_pending_tokens else 1.0)
             if product < min_chance:
                 break
             token_ids.append(token)

@@ -50,7 +50,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     carrying = random.Random(f"carried drafts {seed}")
-    workers = [*_carried(carrying, _workers(rng))]
+    workers = [*_canaries(random.Random(f"canaries {seed}"), _carried(carrying, _workers(rng)))]
     span = rng.uniform(1.0, SPAN_SECONDS)
     requests = [_request(rng, number, span) for number in range(rng.randint(4, 14))]
     events: list[Event] = [*requests, *_faults(rng, workers, requests, span), *_draft_faults(carrying, workers, span)]
@@ -85,6 +85,18 @@ def _carried(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[Wor
         address, device = worker.address, worker.device
         draft = WorkerSetup("draft", address, slots, length, slots * length, device, cost, cost / 50)
         yield replace(worker, draft=draft)
+
+
+def _canaries(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[WorkerSetup]:
+    """Give some draft workers other weights, perhaps new ones after each crash, and a second draft to others."""
+    for worker in workers:
+        if worker.role == "draft":
+            yield replace(worker, weights=rng.choice([("toy",), ("toy",), ("other",), ("toy", "other")]))
+            if rng.random() < 0.3:
+                port = int(worker.address.rpartition(":")[2]) + 20
+                yield replace(worker, address=f"10.0.0.1:{port}", weights=("another",))
+        else:
+            yield worker
 
 
 def _draft_faults(rng: random.Random, workers: Sequence[WorkerSetup], span: float) -> Iterator[Fault]:

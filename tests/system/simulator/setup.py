@@ -25,6 +25,8 @@ class WorkerSetup:
     row_seconds: float
     draft: "WorkerSetup | None" = None
     """The draft that a target carries."""
+    weights: tuple[str, ...] = ("toy",)
+    """Fingerprints of the weights of its lives, in turns."""
 
     def pass_seconds(self, rows: int) -> float:
         """Duration of a pass."""
