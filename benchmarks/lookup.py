@@ -110,21 +110,26 @@ def replay_turn(
     request = Request(DraftMethod.SUFFIX, k, cache_salt=salt, namespace=("", salt))
     recording = Recording(turn.prompt, turn.answer, NO_PREDICTION)
     sequence = Replayed(number, request, recording, list(turn.prompt), DraftCache(0))
-    counts, began = Counts(), time.perf_counter()
+    counts, clock = Counts(), time.process_time
+    began = clock()
     for _ in range(0, len(turn.prompt), 256):  # passes over the prompt
         sources.propose(sequence, k)
+    counts.seconds += clock() - began
     sequence.is_decoding = True
     sequence.token_ids += turn.answer[:1]
     while not sequence.is_complete:
+        began = clock()
         sources.index_answers()
         lookup = sources.propose(sequence, sequence.max_num_draft_tokens)
+        proposed = clock()
         drafted = likely_tokens(lookup.token_ids, lookup.chances, row_cost)
         accepted = agreement_length(drafted, sequence.following(len(drafted)))
         sequence.token_ids += sequence.following(accepted + 1)
+        returned = clock()
         sources.observe(sequence, lookup)
-        counts.add(Counts(1, accepted + 1, len(drafted), accepted))
+        seconds = proposed - began + clock() - returned
+        counts.add(Counts(1, accepted + 1, len(drafted), accepted, seconds))
     sources.forget([number])
-    counts.seconds = time.perf_counter() - began
     return counts
 
 

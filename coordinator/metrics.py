@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from coordinator.lanes.draft_states import DraftModelState, draft_states
 from coordinator.recording.recorder import RESULTS as RECORDING_RESULTS
 from coordinator.requests.in_flight import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR, DraftCounters
@@ -117,6 +118,7 @@ class CoordinatorMetrics:
         yield counter("draft_tokens", "Draft tokens verified, by draft method.", drafted, "method")
         yield counter("accepted_draft_tokens", "Draft tokens accepted, by draft method.", accepted, "method")
         yield from _plan(families, self._coordinator.lanes.speculation)
+        yield from _draft_models(families, draft_states(self._coordinator.lanes))
 
     def _limits(self, families: Families) -> Iterator[Metric]:
         coordinator, settings, gauge = self._coordinator, self._coordinator.settings, families.gauge
@@ -180,6 +182,36 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
     )
     for name, text, value in gauges:
         yield families.gauge(name, text, value)
+
+
+def _draft_models(families: Families, states: list[DraftModelState]) -> Iterator[Metric]:
+    def by_draft(field: str) -> dict[str, float]:
+        return {state.name: getattr(state, field) for state in states}
+
+    if not states:
+        return
+    info = {(state.name, state.model, state.weights_fingerprint): 1.0 for state in states}
+    text = "Model and weights of a draft, in the labels; always 1."
+    yield families.gauge("draft_model_info", text, info, "draft", "model", "weights_fingerprint")
+    gauges = (
+        ("share", "Share of new samples that draft with it, 0 to 1.", "share"),
+        ("samples", "Samples that draft with it now.", "running"),
+        (
+            "expected_tokens_per_second",
+            "Expected tokens per second if it drafted for all samples.",
+            "expected_tokens_per_s",
+        ),
+    )
+    for name, text, field in gauges:
+        yield families.gauge(f"draft_model_{name}", text, by_draft(field), "draft")
+    counters = (
+        ("draft_tokens", "Its draft tokens that were verified.", "draft_tokens"),
+        ("accepted_tokens", "Its draft tokens that were accepted.", "accepted_draft_tokens"),
+        ("rounds", "Rounds of its samples, counted per sample.", "rounds"),
+        ("generation_tokens", "Tokens that its samples gained in these rounds.", "completion_tokens"),
+    )
+    for name, text, field in counters:
+        yield families.counter(f"draft_model_{name}", text, by_draft(field), "draft")
 
 
 def _sizes(families: Families, name: str, text: str, counts: list[int]) -> Metric:

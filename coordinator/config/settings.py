@@ -20,7 +20,7 @@ from specpool.rpc.config.settings import (
     TargetAddresses,
 )
 from specpool.rpc.observability.otlp import OtlpEndpoint
-from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses
+from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses, split_named
 from specpool.rpc.security.settings import ServerSecurity
 from specpool.rpc.security.tls import TlsFiles
 from specpool.rpc.security.tokens import token_of
@@ -103,6 +103,31 @@ def _check_template(path: Path | None) -> Path | None:
 TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
 
 
+def read_shares(shares: str) -> dict[str, float]:
+    """Read comma-separated entries NAME=SHARE. Raises ValueError."""
+    read: dict[str, float] = {}
+    for entry in split_addresses(shares):
+        name, _, share = entry.rpartition("=")
+        try:
+            read[name.strip()] = float(share)
+        except ValueError:
+            read[name.strip()] = -1.0
+        if not name or not 0 <= read[name.strip()] <= 1:
+            raise ValueError(f"{entry} is no share: use NAME=SHARE, with a share from 0 to 1")
+    if len(read) < len(split_addresses(shares)):
+        raise ValueError("a name is listed twice")
+    if sum(read.values()) > 1 + 1e-9:
+        raise ValueError(f"the shares add up to {sum(read.values()):g}, which exceeds 1")
+    return read
+
+
+def _check_shares(shares: str) -> str:
+    read_shares(shares)
+    return shares
+
+
+Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
+"""Shares of named drafts: NAME=SHARE, separated by commas."""
 ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
@@ -132,7 +157,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_address: DraftAddresses | None = Field(
         None,
         description="host:port of the draft worker, or several, separated by commas; dns:///host:port: every record "
-        "of the name, also new ones; default: prompt lookup only",
+        "of the name, also new ones; NAME=ADDRESS names the draft there; default: prompt lookup only",
+    )
+    draft_share: Shares | None = Field(
+        None,
+        description="share of new samples of some named drafts, such as new=0.1, separated by commas; the others share "
+        "the rest equally; 0: none; default: by expected tokens per second",
     )
     served_model_name: str | None = Field(
         None,
@@ -262,9 +292,14 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         return split_addresses(self.target_address)
 
     @property
-    def draft_addresses(self) -> list[str]:
-        """The entries of `draft_address`."""
-        return split_addresses(self.draft_address or "")
+    def draft_entries(self) -> list[tuple[str, str]]:
+        """The name, or "", and the address of each entry of `draft_address`."""
+        return split_named(self.draft_address or "")
+
+    @property
+    def draft_shares(self) -> dict[str, float]:
+        """`draft_share` by name."""
+        return read_shares(self.draft_share or "")
 
     @property
     def usable_window(self) -> int:
@@ -283,6 +318,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         is_list = len(self.target_addresses) > 1 or is_followed(self.target_address)
         if self.target_standby_address is not None and is_list:
             raise ValueError("target_standby_address needs a single target_address: replicas take over from each other")
+        if unknown := self.draft_shares.keys() - {name for name, _ in self.draft_entries}:
+            raise ValueError(f"draft_share: draft_address has no draft named {min(unknown)}")
         if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
         if self.metrics_compat is not None and self.metrics_port is None:

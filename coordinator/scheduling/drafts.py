@@ -25,12 +25,16 @@ class Drafts(DraftItems):
         chance: Callable[[float], float],
         own_draft: WorkerInfo | None,
     ) -> None:
-        """`chance`: acceptance probability by draft probability. For the other arguments see `DraftItems`."""
+        """`chance`: acceptance probability by draft probability, for sequences without a draft model of their own.
+
+        For the other arguments see `DraftItems`.
+        """
         super().__init__(sequence, plan, round_id, own_draft)
         self.proposal: Proposal | None = None
         """The proposal whose tokens the round verifies."""
         self.cache_misses = 0
-        self._chance = chance
+        model = sequence.draft.model
+        self._chance = chance if model is None else model.calibration.chance
         self._planned_length = len(sequence.token_ids)
         self._ahead: Proposal | None = None
         """Branches drafted during the verification."""
@@ -157,14 +161,15 @@ class Drafts(DraftItems):
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The tokens of the lookup that remain since the round was planned."""
-        sequence, looked_up = self.sequence, self.plan.lookup_ids
-        if not looked_up:
+        """The next tokens of the lookup, if the tokens gained since it was planned agree with it."""
+        sequence, limit, looked_up = self.sequence, len(self.plan.lookup_ids), self.plan.lookup.token_ids
+        if not limit:
             return ()
         gained, pending_gain = tuple(sequence.token_ids[self._planned_length :]), sequence.target.max_pending_gain
         if gained != looked_up[: len(gained)] or pending_gain > 1:
             return ()
-        return looked_up[len(gained) + pending_gain :][: max(0, sequence.max_num_draft_tokens)]
+        start = len(gained) + pending_gain
+        return looked_up[start : start + max(0, min(limit, sequence.max_num_lookup_tokens))]
 
     def select(self) -> tuple[int, int] | None:
         """Select the branch that matches the round before. Return its outcome; None if there were no branches."""

@@ -119,6 +119,7 @@ class UpSettings(ListeningSettings):
     )
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
+    draft_share: str | None = COORDINATOR["draft_share"]
     smg: bool = COORDINATOR["smg"]
     chat_template: Path | None = COORDINATOR["chat_template"]
     reasoning_tags: str = COORDINATOR["reasoning_tags"]
@@ -147,6 +148,8 @@ class UpSettings(ListeningSettings):
             self._check_counts()
         if self.draft_canary is not None and not self.has_draft:
             raise ValueError("draft_canary needs a draft")
+        if self.draft_share is not None and self.draft_canary is None:
+            raise ValueError("draft_share needs --draft-canary")
         self._check_ports()
         for role, workers in (("target", self.targets), ("draft", self.draft_workers)):
             if (given := len(getattr(self, f"{role}_device"))) > workers:

@@ -3,39 +3,34 @@
 from collections.abc import Iterable
 
 from specpool.drafting.answers import AnswerStore
-from specpool.drafting.ngrams import MAX_RUN
 from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
-from specpool.drafting.run_rates import RunRates, min_run
 from specpool.drafting.sequences import Request, Sequence
+from specpool.drafting.votes import VoteRates
+
+# Tokens of the prompt to keep with an answer, so that the first tokens of a repeated answer can be drafted.
+PROMPT_TOKENS = 8
 
 
 class AnswerSource:
-    """Proposes the tokens that followed the last tokens of a sequence in an earlier answer."""
+    """Proposes the tokens that followed the last tokens of a sequence in earlier answers."""
 
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens`: see `AnswerStore`."""
-        self.rates = RunRates()
+        self.rates = VoteRates(LookupSource.ANSWERS)
         self._store = AnswerStore(max_tokens)
 
     def propose(self, sequence: Sequence, limit: int) -> Lookup:
         """See `Source`."""
         if not sequence.is_decoding or not _shares_answers(sequence.request):
             return NO_LOOKUP
-        token_ids, run = self._store.propose(sequence.request.namespace, sequence.token_ids, limit)
-        if run < min_run(sequence):
-            return NO_LOOKUP
-        chances = self.rates.chances(sequence.sequence_id, run, len(token_ids))
-        return Lookup(token_ids, chances, LookupSource.ANSWERS, run, len(sequence.token_ids))
+        matches = self._store.matches(sequence.request.namespace, sequence.token_ids, limit)
+        return self.rates.vote(sequence, matches, limit)
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """See `Source`. Keep the answer of a sequence that has finished, if its request allows it.
-
-        It includes the last tokens of the prompt, so that the first tokens of a repeated answer can be drafted.
-        """
-        if lookup.run:
-            self.rates.observe(sequence, lookup)
+        """See `Source`. Keep the answer of a sequence that has finished, if its request allows it."""
+        self.rates.observe(sequence, lookup)
         if sequence.is_complete and _shares_answers(sequence.request):
-            start = max(0, sequence.prompt_length - MAX_RUN)
+            start = max(0, sequence.prompt_length - PROMPT_TOKENS)
             self._store.add(sequence.request.namespace, sequence.token_ids[start:])
 
     def index_some(self) -> None:

@@ -94,6 +94,7 @@ class DraftLengths:
         self.measures_plain = False
         """Whether the last planned round has no drafts, to measure the time of plain decoding."""
         self.branching = Branching(self.costs)
+        self._lookup_row = 0.0
 
     @property
     def uses_model(self) -> bool:
@@ -155,10 +156,22 @@ class DraftLengths:
 
     def _planned(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
         """Plan each sequence, without drafts if a plain round is due."""
+        self._lookup_row = self._cost_of_lookup_row(batch)
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self.measures_plain = self.ledger.is_plain_due(batch)
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
+
+    def _cost_of_lookup_row(self, batch: int) -> float:
+        """Cost of verifying one more lookup token, in tokens that the same time gains at the recent speed.
+
+        The plan changes too slowly: runs of right tokens come and go.
+        """
+        speed = self.ledger.speed(batch)
+        if speed is None:
+            return self.plan.row
+        drafted, verify = max(1, sum(self._num_lookup_tokens.values())), self.costs.verify
+        return speed * (verify(batch + drafted) - verify(batch)) / drafted
 
     def _allowed(
         self, options: Mapping[int, DraftOptions], batch: int, max_branches: int
@@ -188,14 +201,14 @@ class DraftLengths:
         limit = options.max_num_draft_tokens
         num_draft_tokens = profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
         num_draft_tokens = min(num_draft_tokens, limit)
-        lookup_ids = likely_tokens(options.lookup.token_ids[:limit], options.lookup.chances, plan.row)
+        lookup_ids = likely_tokens(options.lookup.token_ids, options.lookup.chances, self._lookup_row)
         if not num_draft_tokens and not lookup_ids:
             return NO_DRAFTS
         gain = expected_tokens(rate, num_draft_tokens) - 1
         if num_draft_tokens and lookup_ids:
             gain -= sum(plan.shares[:num_draft_tokens]) + plan.row * num_draft_tokens
-            num_lookup_tokens = len(lookup_ids)
-            lookup_gain = expected_gain(options.lookup.chances[:num_lookup_tokens]) - plan.row * num_lookup_tokens
+            lookup_gain = expected_gain(options.lookup.chances[: len(lookup_ids)])
+            lookup_gain -= self._lookup_row * len(lookup_ids)
             return DraftPlan(num_draft_tokens if gain > lookup_gain else 0, lookup_ids=lookup_ids)
         if num_draft_tokens and self._catch_up_seconds(options.draft_lag / options.catch_up_rounds) * plan.speed > gain:
             num_draft_tokens = 0
@@ -228,8 +241,7 @@ class DraftLengths:
     def _best_plan(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
         """The fastest plan, assuming that lookups keep drafting for the same sequences as in the last round."""
         lookups = {
-            i: min(self._num_lookup_tokens.get(i, 0), option.max_num_draft_tokens, len(option.lookup.token_ids))
-            for i, option in options.items()
+            i: min(self._num_lookup_tokens.get(i, 0), len(option.lookup.token_ids)) for i, option in options.items()
         }
         lookup_gain = sum(expected_gain(options[i].lookup.chances[:k]) for i, k in lookups.items() if k)
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]

@@ -127,8 +127,8 @@ class DraftShares:
 
 def bandit_shares(models: Sequence[DraftModel], speeds: Speeds) -> dict[DraftModel, float]:
     """Shares by the probability to be the fastest. No draft gets none, and a new one starts small."""
-    if len(models) == 1:
-        return {models[0]: 1.0}
+    if len(models) <= 1:
+        return dict.fromkeys(models, 1.0)
     values, errors = {}, {}
     for model in models:
         rate = model.evidence.rate

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Items
 from specpool.drafting.acceptance import Acceptance, Calibration
 from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.draft_models import DraftModel
+from specpool.drafting.draft_shares import DraftShares, Speeds
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
 from specpool.drafting.outcome import DraftCall, RoundOutcome
@@ -34,13 +36,23 @@ class Drafting:
     """Plans how rounds draft, and learns from them."""
 
     def __init__(
-        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, sources: DraftSources | None = None
+        self,
+        max_num_draft_tokens: int,
+        costs: RoundCosts | None = None,
+        sources: DraftSources | None = None,
+        shares: DraftShares | None = None,
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared."""
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared.
+
+        `shares`: of several draft models; default: the bandit's.
+        """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
         self.sources = sources if sources is not None else DraftSources()
         self.calibration = Calibration()
+        self.shares = shares if shares is not None else DraftShares()
+        self._models: dict[int, DraftModel] = {}
+        """The draft model of each sequence that was assigned one."""
         self._forced_tokens = Acceptance()
         self._draft_steps = 0
         """Draft steps that preceded the last round's verification."""
@@ -57,8 +69,42 @@ class Drafting:
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """For the draft worker: acceptance by draft probability, and the minimum gain of a draft step in tokens."""
-        return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
+        """For the only draft: acceptance by draft probability, and `step_cost`."""
+        return self.calibration.chances, self.step_cost
+
+    @property
+    def step_cost(self) -> float:
+        """The minimum gain of a draft step in tokens."""
+        return self.lengths.plan.speed * self.costs.draft(1)
+
+    @property
+    def speeds(self) -> Speeds:
+        """Expected speeds of a batch of the present size."""
+        return Speeds(self.costs, max(1, self.lengths.plan.sequences), self.lengths.max_num_draft_tokens)
+
+    def assign(self, group: Iterable[Sequence], models: Items[DraftModel]) -> None:
+        """Assign a draft model to each sequence that may use one. A sequence keeps its model while that is ready.
+
+        `models`: those with a ready worker.
+        """
+        ready = {model.key: model for model in models}
+        for sequence in group:
+            sequence_id, before = sequence.sequence_id, sequence.draft.model
+            if not sequence.request.num_speculative_tokens or sequence.request.method not in MODEL_METHODS:
+                continue
+            model = ready.get(before.key) if before is not None else None
+            model = model or self.shares.choose(models, self.speeds)
+            if model is not self._models.get(sequence_id):
+                self._end_samples([sequence_id])
+            sequence.draft.model = model
+            if model is not None:
+                self._models[sequence_id] = model
+                self.lengths.acceptance.assign(sequence_id, model.acceptance)
+
+    def _end_samples(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            if (model := self._models.pop(sequence_id, None)) is not None:
+                self.shares.end(model, [sequence_id])
 
     def plan_round(
         self,
@@ -78,7 +124,7 @@ class Drafting:
         self.sources.index_answers()
         is_own = self.costs.has_own_draft = worker is not None and worker.is_own
         limits = {s.sequence_id: self._max_num_draft_tokens(s, is_own) for s in drafting}
-        lookups = {s.sequence_id: self.sources.propose(s, limits[s.sequence_id]) for s in drafting}
+        lookups = {s.sequence_id: self._look_up(s) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
         options = {
@@ -143,7 +189,8 @@ class Drafting:
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.ledger.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
+        observed = sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial
+        self.lengths.ledger.observe(*observed, parts=outcome.lookup_parts)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 
@@ -156,11 +203,14 @@ class Drafting:
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted = commit.drafted if commit.method is DraftMethod.MODEL else 0
-        accepted = min(commit.num_agreed, drafted)
-        self.calibration.add(proposal.confidences[:drafted], accepted)
+        accepted, model = min(commit.num_agreed, drafted), commit.sequence.draft.model
+        calibration = self.calibration if model is None else model.calibration
+        calibration.add(proposal.confidences[:drafted], accepted)
+        if model is not None and drafted:
+            self.shares.observe(model, sequence_id, drafted, accepted)
         unverified = proposal.confidences[drafted : drafted + 1]
         if accepted == drafted and unverified:  # the first unverified token counts with its probability
-            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + self.chance(unverified[0]))
+            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + calibration.chance(unverified[0]))
         else:
             self.lengths.acceptance.add(sequence_id, drafted, accepted)
 
@@ -172,7 +222,7 @@ class Drafting:
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between rounds, and how long the coordinator takes for other rounds."""
         costs, verified = self.costs, outcome.verified
-        if outcome.method is None or outcome.has_own_drafts:
+        if not outcome.called_draft:
             costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
@@ -208,8 +258,14 @@ class Drafting:
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
+        self._end_samples(sequence_ids)
         self.sources.forget(sequence_ids)
         self.lengths.forget(sequence_ids)
+
+    def _look_up(self, sequence: Sequence) -> Lookup:
+        """The most promising lookup. It begins with the tokens that pending rounds may yield."""
+        limit = sequence.max_num_lookup_tokens
+        return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
 
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
@@ -217,7 +273,7 @@ class Drafting:
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
-            lookup=lookup,
+            lookup=lookup.after(sequence.num_pending_tokens),
         )
 
     def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:
@@ -234,6 +290,7 @@ class Drafting:
     def _reads_states(self, sequence: Sequence, options: DraftOptions | None) -> bool:
         """Whether a draft that reads hidden states drafts for a sequence now or soon. `options`: None if it rests."""
         has_model = options is not None and options.has_model
+        has_model &= sequence.draft.model is None or sequence.draft.model.features is not None
         return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
@@ -267,10 +324,11 @@ class Drafting:
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
-    """Whether the draft worker can draft for a sequence."""
+    """Whether a draft worker can draft for a sequence."""
+    model = sequence.draft.model
     return (
         worker is not None
         and sequence.request.method in MODEL_METHODS
-        and len(sequence.token_ids) < worker.max_model_len
+        and len(sequence.token_ids) < (worker.max_model_len if model is None else model.max_model_len)
         and worker.round_id >= sequence.draft.backoff_until
     )

@@ -4,7 +4,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from specpool.drafting.acceptance import expected_gain
 from specpool.drafting.costs import Timed
+from specpool.drafting.ledger import Part
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.drafting.sequences import Commit
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
@@ -74,6 +76,19 @@ class RoundOutcome(Generic[C_co]):
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
 
     @property
+    def lookup_parts(self) -> dict[str, Part]:
+        """The parts of lookups in the round by method; empty if the draft model took part, or nothing was drafted."""
+        if self.method in (None, DraftMethod.MODEL):
+            return {}
+        drafted = sum(commit.drafted for commit in self.commits)
+        parts: dict[str, Part] = {}
+        for commit in self.commits:
+            if commit.method is not None:
+                share, gained = parts.get(commit.method, Part(0.0, 0.0))
+                parts[commit.method] = Part(share + commit.drafted / drafted, gained + _credit(commit))
+        return parts
+
+    @property
     def rows(self) -> dict[int, int]:
         """Rows of the verification by sequence id."""
         forced = {commit.sequence.sequence_id: commit.forced for commit in self.commits}
@@ -91,6 +106,19 @@ class RoundOutcome(Generic[C_co]):
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
         return [self.verified, *(call.timed for call in self.draft_calls)]
+
+
+def _credit(commit: Commit) -> float:
+    """Tokens gained by a lookup, for the ledger.
+
+    Of a prediction, the expected number, which its client's acceptance rates correct: the ledger checks the costs that
+    all clients share, and one client's wrong predictions must not pause those of others.
+    """
+    if commit.method is not DraftMethod.PREDICTION:
+        return len(commit.token_ids) - 1
+    lookup, begin = commit.lookup, len(commit.sequence.token_ids) - len(commit.token_ids)
+    offset = max(0, begin - lookup.start)
+    return expected_gain(lookup.chances[offset : offset + commit.drafted])
 
 
 def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:

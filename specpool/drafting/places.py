@@ -1,6 +1,6 @@
 """Acceptance rates of predictions: how likely the next token is, by what is known about its place. Pure."""
 
-from itertools import chain, repeat
+from itertools import chain
 
 # Upper bounds of the run of agreeing tokens, and of the tokens since the last confirmed run, that share a rate.
 RUNS, DIFFERENCES = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4)
@@ -75,7 +75,7 @@ class PlaceRates:
         `run`: agreeing tokens before the first. `since`: tokens since the last confirmed run. `is_distant`: whether the
         run began far from the expected place.
         """
-        parts = []
+        parts: list[tuple[float, ...]] = []
         if not run and num_tokens:
             parts.append((self._rate(run, since, is_distant, quality.bin).value,))
             run, num_tokens = 1, num_tokens - 1
@@ -83,7 +83,7 @@ class PlaceRates:
         for index in range(_bin(run, RUNS), len(rates)):
             last = RUNS[index] if index < len(RUNS) else run + num_tokens
             count = min(num_tokens, last + 1 - run)
-            parts.append(tuple(repeat(rates[index].value, count)))
+            parts.append((rates[index].value,) * count)
             run, num_tokens = run + count, num_tokens - count
         return tuple(chain.from_iterable(parts))
 

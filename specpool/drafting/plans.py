@@ -55,6 +55,12 @@ class Lookup(NamedTuple):
     bins: tuple[int, ...] = ()
     """Of each token: where its source counts whether it was right."""
 
+    def after(self, num_tokens: int) -> "Lookup":
+        """The lookup without its first tokens, for a round after a pending one."""
+        if not num_tokens:
+            return self
+        return self._replace(token_ids=self.token_ids[num_tokens:], chances=self.chances[num_tokens:])
+
 
 NO_LOOKUP = Lookup()
 
@@ -72,7 +78,7 @@ class DraftPlan(NamedTuple):
     next_chance: float = 1.0
     """Acceptance probability of the next draft token if all earlier ones are accepted."""
     lookup_ids: tuple[int, ...] = ()
-    """Tokens of the lookup, verified if the draft worker proposes none."""
+    """Tokens of the lookup after those that pending rounds may yield, verified if the draft worker proposes none."""
     lookup: Lookup = NO_LOOKUP
     """The most promising lookup. Its acceptance counts whether the tokens are verified or not."""
     allows_forced_tokens: bool = True

@@ -11,7 +11,7 @@ TOKENS_PER_CALL = 512
 # Search window in tokens: at least this many, at most twice as many. It bounds the memory.
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair and of the last token to examine, latest first.
-MAX_PAIRS, MAX_SINGLES = 24, 8
+MAX_PAIRS, MAX_SINGLES = 16, 8
 
 
 class SuffixIndex:

@@ -21,7 +21,7 @@ MIN_FIXED_LENGTH = 2
 # Lower bounds of the match lengths with an acceptance rate of their own.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 # Bins of a token's share of the votes, and of the number of matches that it follows.
-SHARES, COUNTS = 6, 3
+SHARES, COUNTS = 4, 4
 # Decay of a sequence's observations per draft token: recent rounds tell how well it repeats.
 RECENT = 0.98
 
@@ -60,20 +60,23 @@ class VoteRates:
         min_length = 1 if sequence.request.adaptive else MIN_FIXED_LENGTH
         if not matches or matches[0].length < min_length:  # the usual case, in every round of every sequence
             return NO_LOOKUP
-        odds, run, product = self._odds(sequence.sequence_id), 0, 1.0
+        odds, product, run = self._odds(sequence.sequence_id), 1.0, 0
+        shortest = min(len(match.following) for match in matches)
         token_ids, chances, bins = list[int](), list[float](), list[int]()
         for step in range(limit):
-            token, share, matches = _winner(matches, step)
+            if step >= shortest:
+                matches = [match for match in matches if step < len(match.following)]
+                shortest = min((len(match.following) for match in matches), default=0)
             if not matches:
                 break
-            length = matches[0].length + step
-            bin_ = _bin(length, share, len(matches))
+            token, share, matches = _winner(matches, step)
+            bin_ = _bin(matches[0].length + step, share, len(matches))
             chance = self._chances[bin_]
             chance = chance * odds / (chance * odds + 1 - chance)
             product *= chance
             if product < MIN_CHANCE:
                 break
-            run = run or length
+            run = run or matches[0].length
             token_ids.append(token)
             chances.append(chance)
             bins.append(bin_)
@@ -125,19 +128,18 @@ def _winner(matches: Items[Match], step: int) -> tuple[int, float, Items[Match]]
     """
     votes = dict[int, int]()
     for length, following in matches:
-        if step < len(following):
-            token = following[step]
-            votes[token] = votes.get(token, 0) + length * length
-    if not votes:
-        return 0, 0.0, ()
+        token = following[step]
+        votes[token] = votes.get(token, 0) + length * length
+    if len(votes) == 1:
+        return token, 1.0, matches
     token = max(votes, key=votes.__getitem__)
     share = votes[token] / sum(votes.values())
-    return token, share, [each for each in matches if step < len(each.following) and each.following[step] == token]
+    return token, share, [match for match in matches if match.following[step] == token]
 
 
 def _bin(length: int, share: float, count: int) -> int:
-    length_bin = _LENGTH_BINS[min(length, MAX_MATCH)]
-    return (length_bin * SHARES + int(share * (SHARES - 1))) * COUNTS + min(count, COUNTS) - 1
+    length_bin = _LENGTH_BINS[length if length < MAX_MATCH else MAX_MATCH]
+    return (length_bin * SHARES + int(share * (SHARES - 1))) * COUNTS + (count if count < COUNTS else COUNTS) - 1
 
 
 def _prior(bin_: int) -> float:

@@ -191,7 +191,7 @@ class _Server:
         accepted = agreement_length(drafted, sequence.following(len(drafted)))
         kept = sequence.length + (accepted if method is DraftMethod.MODEL else 0)
         sequence.draft.start = min(sequence.draft.start, kept)
-        sequence.pending_ids = sequence.following(accepted + 1)
+        sequence.pending_ids, sequence.num_pending_tokens = sequence.following(accepted + 1), len(drafted) + 1
         return Commit(sequence, sequence.pending_ids, len(drafted), method if drafted else None, proposal, plan.lookup)
 
     def _settle(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import DraftMethod
 from specpool.protocol.sampling import SamplingParams
 
@@ -75,6 +76,7 @@ class DraftCache:
     """What the draft worker has cached of a sequence."""
 
     num_cached_tokens: int = 0
+    model: DraftModel | None = None
     backoff_until: int = 0
     """First round that may use the draft worker again after it had no free slot."""
 
@@ -101,6 +103,7 @@ class Sequence:
     """Whether vLLM has prefilled the row."""
     is_complete: bool = False
     """Whether the row has left the batch: finished, aborted or preempted."""
+    num_pending_tokens = 0
     draft: DraftCache = field(default_factory=DraftCache)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,11 @@ class Sequence:
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every step gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.max_length - len(self.token_ids) - 1)
+
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        """The same: vLLM has one limit for all drafts."""
+        return self.max_num_draft_tokens
 
     @property
     def key(self) -> tuple[int, ...]:

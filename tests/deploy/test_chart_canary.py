@@ -32,9 +32,8 @@ def test_coordinators_know_both_drafts_by_name() -> None:
         "current=specpool-draft-worker-0.specpool-draft-worker.default.svc:50052",
         "canary=dns:///specpool-draft-canary.default.svc:50052",
     ]
-    assert "SPECPOOL_DRAFT_SHARE" not in environment  # the coordinator chooses
-    shared = template("--set", VALUES, "--set-json", "draft.canary.share=0.1")
-    assert pod_environment(shared, "coordinator")["SPECPOOL_DRAFT_SHARE"] == "canary=0.1"
+    assert pod_settings(with_canary(), "coordinator").draft_shares == {}  # the coordinator chooses
+    assert pod_settings(render("draft-canary"), "coordinator").draft_shares == {"canary": 0.1}
 
 
 def test_every_cell_has_its_own_canary() -> None:

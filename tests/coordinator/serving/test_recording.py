@@ -122,7 +122,11 @@ async def test_serving_goes_on_with_a_full_disk(
         last = await served.stub.Generate(make_request([6], 5))
         assert await settled(served, 7) == {"disk_error": 6, "recorded": 1}
         samples = (await scrape(port)).families["specpool:recorded_answers"].samples
-        assert {sample.labels["result"]: sample.value for sample in samples} == {"disk_error": 6, "recorded": 1, "queue_full": 0}
+        assert {sample.labels["result"]: sample.value for sample in samples} == {
+            "disk_error": 6,
+            "recorded": 1,
+            "queue_full": 0,
+        }
     assert [answer.token_ids for answer in answers_in(tmp_path)] == [tuple(last.token_ids)]
     warnings = [each for each in caplog.records if each.name == recorder.__name__ and each.levelno >= logging.WARNING]
     assert [each.getMessage() for each in warnings] == [

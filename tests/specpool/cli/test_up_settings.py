@@ -113,6 +113,7 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
         ),
         (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
         (["--draft-canary", "b", "--draft", "none"], "--draft-canary needs a draft"),
+        (["--draft-share", "canary=1"], "--draft-share needs --draft-canary"),
         (["--metrics-port", "65532", "--draft-canary", "b"], "--metrics-port leaves no ports for the 4 workers"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],

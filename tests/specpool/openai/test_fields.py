@@ -283,7 +283,12 @@ async def prediction(service: OpenAIService, target: ScriptedTarget) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     for content in ("Hello", parts):
         predicted: dict[str, Any] = {"prediction": {"type": "content", "content": content}}
-        assert await text_of(service, **predicted) == "Hello"
+        answer = await chat(service, **predicted)
+        assert answer.choices[0].message.content == "Hello"
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    streamed = await chat(service, stream=True, stream_options={"include_usage": True}, **predicted)
+    *_, last = [chunk async for chunk in streamed]
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
     await chat(service, n=2, logprobs=True, tools=[TOOL], presence_penalty=1, **{**predicted, "temperature": 1})
     await service.client.completions.create(model=MODEL, prompt="Hi", extra_body=predicted)
     part, nothing = {"type": "text"}, "missing_required_parameter"

@@ -104,9 +104,9 @@ def test_certificates_have_the_dns_name() -> None:
 
 
 def test_draft_addresses_are_checked() -> None:
-    assert CoordinatorSettings().draft_addresses == []
-    settings = CoordinatorSettings(draft_address="a:1, dns:///b:2,")
-    assert settings.draft_addresses == ["a:1", "dns:///b:2"]
+    assert CoordinatorSettings().draft_entries == []
+    settings = CoordinatorSettings(draft_address="a:1, new=dns:///b:2,")
+    assert settings.draft_entries == [("", "a:1"), ("new", "dns:///b:2")]
     refusals = {"a:1,b:2,a:1": "a:1 is listed twice", "a:1,b": "b has no port", " ,": "no address is given"}
     for addresses, error in refusals.items():
         with pytest.raises(ValidationError, match=error):

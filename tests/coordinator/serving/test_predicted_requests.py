@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
-from serving import Serving, make_request, refusal, serving
+from serving import RecordingTarget, Serving, make_request, refusal, serving
 from tiny_tokenizers import BYTES
 
 from specpool.v1 import generation_pb2 as pb
@@ -43,10 +43,30 @@ async def test_texts_and_token_ids_reach_the_sequences() -> None:
         assert len(set(map(id, samples))) == 1
 
 
-@pytest.mark.parametrize("prediction", ["wrong", [1, 2, 3, 4] * 20])
-async def test_tokens_equal_plain_decoding(prediction: str | list[int]) -> None:
-    async with serving() as served:
-        await asyncio.gather(*(served.expect(predicting(prediction, prompt=[i], max_tokens=40)) for i in range(6)))
+@pytest.mark.parametrize("method", ["model", "ngram", "suffix", "prediction", "best"])
+async def test_usage_counts_the_tokens_of_the_prediction(method: str) -> None:
+    async with serving(draft_method=method) as served:
+        answer = served.target.continuation([9], 40)
+        usage = (await served.expect(predicting(answer, prompt=[9], max_tokens=40))).usage
+        assert usage.accepted_prediction_tokens > 20
+        assert usage.rejected_prediction_tokens == 0
+        edited = [token if place % 7 else (token + 1) % 256 for place, token in enumerate(answer)]
+        usage = (await served.expect(predicting(edited, prompt=[9], max_tokens=40))).usage
+        assert min(usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) > 5
+        usage = (await served.expect(make_request([9], 40))).usage
+        assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (0, 0)
+
+
+async def test_predictions_survive_a_lost_target_and_preemption() -> None:
+    target = RecordingTarget(slots=2)
+    async with serving(target, max_num_seqs=2, draft_method="prediction") as served:
+        requests = [predicting(target.continuation([i], 200), prompt=[i], max_tokens=200) for i in range(6)]
+        calls = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        await served.until(lambda info: info.counters.completion_tokens > 50)
+        await target.stop()
+        await target.start(served.target_address)
+        usages = [response.usage for response in await asyncio.gather(*calls)]
+        assert all(usage.accepted_prediction_tokens > 100 for usage in usages)
         await served.until_idle()
 
 
