@@ -1,6 +1,6 @@
 """A made-up trace of an agent that answers support tickets with tool calls. Deterministic; no model writes it.
 
-Each ticket is a series of requests. The answer to a request is a tool call in JSON, and the next prompt adds its result.
+Each ticket is a series of requests. A request's answer is a tool call in JSON, and the next prompt adds its result.
 Tickets of one kind repeat the same calls with other arguments, as agents do.
 """
 
@@ -97,7 +97,9 @@ def _close(ticket: Ticket, body: str, summary: str) -> list[Step]:
 
 def _refund(ticket: Ticket, random_: random.Random) -> list[Step]:
     items = [{"product": ticket.product, "quantity": 1, "amount": ticket.price, "currency": "EUR"}]
-    refund = _call("create_refund", order_id=ticket.order, items=items, reason=f"The {ticket.product} {ticket.complaint}.")
+    refund = _call(
+        "create_refund", order_id=ticket.order, items=items, reason=f"The {ticket.product} {ticket.complaint}."
+    )
     body = f"We have refunded {ticket.price} EUR for the {ticket.product}. The money will arrive within five days."
     steps = [(refund, {"refund_id": f"r{random_.randrange(10_000)}", "amount": ticket.price, "status": "approved"})]
     summary = f"Refunded {ticket.price} EUR because the {ticket.product} {ticket.complaint}."

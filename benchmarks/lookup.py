@@ -2,11 +2,11 @@
 
     python -m benchmarks.lookup --prompts FILE [--answers FILE] [--k 8,32] [--row-costs 0.08,0.25] [--output FOLDER]
 
-`--prompts` has Spec-Bench questions. The embedded target answers them once; `--answers` keeps its answers for later runs.
-A trace of tool calls (`benchmarks/agent_trace.py`) needs no model. Requests run one after the other. A round verifies
-draft tokens while the probability that all are accepted is at least the cost of a row, in tokens. `shared` requests have
-one cache salt, so that later ones find earlier answers. `net` is tokens per round minus the cost of the draft tokens.
-`us_per_token` is the time of the sources, with indexing. The last line printed is JSON.
+`--prompts` has Spec-Bench questions. The embedded target answers them once; `--answers` keeps the answers for later
+runs. A trace of tool calls (`benchmarks/agent_trace.py`) needs no model. Requests run one after the other. A round
+verifies draft tokens while the probability that all are accepted is at least the cost of a row, in tokens. `shared`
+requests have one cache salt, so later ones find earlier answers. `net` is tokens per round minus the cost of the draft
+tokens. `us_per_token` is processor time of the sources, including the index. The last line printed is JSON.
 """
 
 import time
@@ -67,7 +67,11 @@ def main() -> None:
         counts = replay(turns, k, row_cost, is_shared)
         rows += [{"row_cost": row_cost, "k": k, "shared": is_shared, **row} for row in summary(counts, row_cost)]
     show("lookups", rows)
-    finish("lookup", {"answers": len(turns), "tokens": sum(len(turn.answer) for turn in turns), "rows": rows}, options.output)
+    finish(
+        "lookup",
+        {"answers": len(turns), "tokens": sum(len(turn.answer) for turn in turns), "rows": rows},
+        options.output,
+    )
 
 
 def shares(text: str) -> list[float]:
@@ -102,9 +106,7 @@ def group_of(turn: Turn) -> str:
     return "chat" if turn.category in CHATS else turn.category
 
 
-def replay_turn(
-    sources: DraftSources, number: int, turn: Turn, k: int, row_cost: float, is_shared: bool
-) -> Counts:
+def replay_turn(sources: DraftSources, number: int, turn: Turn, k: int, row_cost: float, is_shared: bool) -> Counts:
     """Replay an answer. Its first token comes from the prompt's pass."""
     salt = "shared" if is_shared else ""
     request = Request(DraftMethod.SUFFIX, k, cache_salt=salt, namespace=("", salt))

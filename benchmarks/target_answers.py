@@ -14,7 +14,6 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.tokenizer import load_tokenizer
-from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 
 BATCH = 16

@@ -1,4 +1,4 @@
-"""Finished answers of earlier requests, to draft the tokens that followed earlier occurrences of the last tokens. Pure."""
+"""Finished answers of earlier requests: finds the tokens that followed earlier occurrences of the last ones. Pure."""
 
 from array import array
 from collections import OrderedDict

@@ -243,13 +243,12 @@ class Drafting:
 
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
-        own_lookups = self.sources.sequence.rates.by_run
         return SpeculationState(
             draft_steps=self.lengths.branches.length or len(plan.steps),
             expected_tokens_per_s=self.lengths.branches.speed or plan.speed,
             plain_tokens_per_s=sequences / costs.seconds(sequences, []),
             model_acceptance_rate=self.lengths.acceptance.overall_rate,
-            ngram_acceptance_rates={run: acceptance.overall_rate for run, acceptance in own_lookups.items()},
+            ngram_acceptance_rates=self.sources.sequence.rates.by_length(),
             draft_step_s=costs.draft(1),
             verify_s=costs.verify(1),
             verify_row_s=costs.verify(sequences + 1) - costs.verify(sequences),

@@ -44,7 +44,7 @@ class SuffixIndex:
                 self._last, self._old = {}, self._last
 
     def matches(self, token_ids: Sequence[int], k: int) -> list[Match]:
-        """Earlier occurrences of the last tokens, each with at most `k` tokens that followed; the longest, latest first.
+        """Earlier occurrences of the last tokens, each with the `k` tokens that followed. The longest come first.
 
         `token_ids` must extend the tokens of the last call. If a match overlaps the last tokens, it loops.
         """

@@ -56,8 +56,8 @@ class VoteRates:
         """By sequence: accepted tokens, and as `tried` those that the chances let expect."""
 
     def vote(self, sequence: Sequence, matches: Items[Match], limit: int) -> Lookup:
-        """Draft at most `limit` tokens, while they are likely enough. `matches`: the best one first."""
-        min_length = 1 if sequence.request.adaptive else MIN_FIXED_LENGTH
+        """Draft at most `limit` tokens. `matches`: the best one first. Adaptive requests get only likely tokens."""
+        min_length, min_chance = (1, MIN_CHANCE) if sequence.request.adaptive else (MIN_FIXED_LENGTH, 0.0)
         if not matches or matches[0].length < min_length:  # the usual case, in every round of every sequence
             return NO_LOOKUP
         odds, product, run = self._odds(sequence.sequence_id), 1.0, 0
@@ -74,7 +74,7 @@ class VoteRates:
             chance = self._chances[bin_]
             chance = chance * odds / (chance * odds + 1 - chance)
             product *= chance
-            if product < MIN_CHANCE:
+            if product < min_chance:
                 break
             run = run or matches[0].length
             token_ids.append(token)
@@ -82,9 +82,8 @@ class VoteRates:
             bins.append(bin_)
         if not token_ids:
             return NO_LOOKUP
-        return Lookup(
-            tuple(token_ids), tuple(chances), self._source, run, len(sequence.token_ids), tuple(bins)
-        )  # fmt: skip
+        start = len(sequence.token_ids)
+        return Lookup(tuple(token_ids), tuple(chances), self._source, run, start, tuple(bins))
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
         """Learn from the tokens that a sequence gained since the lookup, whether it was verified or not."""
@@ -105,12 +104,12 @@ class VoteRates:
             self._sequences.pop(sequence_id, None)
 
     def by_length(self) -> dict[int, float]:
-        """Acceptance rate of draft tokens by length of the match, for lengths that have occurred."""
+        """Acceptance rate of draft tokens by the lower bound of the match length."""
         size, rates = SHARES * COUNTS, dict[int, float]()
         for i, length in enumerate(LENGTHS):
             of_length = self._rates[i * size : (i + 1) * size]
-            if tried := sum(each.tried for each in of_length):
-                rates[length] = sum(each.accepted for each in of_length) / tried
+            total = Acceptance(sum(each.accepted for each in of_length), sum(each.tried for each in of_length))
+            rates[length] = total.rate(_prior((i + 1) * size - 1))
         return rates
 
     def _odds(self, sequence_id: int) -> float:
@@ -122,9 +121,9 @@ class VoteRates:
 
 
 def _winner(matches: Items[Match], step: int) -> tuple[int, float, Items[Match]]:
-    """The token with the most votes, its share, and the matches that it follows. A match's weight is its length squared.
+    """The token with the most votes, its share of them, and the matches that it follows.
 
-    These weights are close to the best ones that a fit to greedy answers found.
+    A match has its length squared as its weight, which is close to the best weights that a fit to greedy answers found.
     """
     votes = dict[int, int]()
     for length, following in matches:
