@@ -96,9 +96,10 @@ def permute_vocabulary(source: Path, folder: Path) -> Path:
             weights[name] = permuted
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     description = json.loads((source / "tokenizer.json").read_text())
-    vocab = description["model"]["vocab"]
-    description["model"]["vocab"] = {token: order[token_id] for token, token_id in vocab.items()}
     for token in description["added_tokens"]:
         token["id"] = order[token["id"]]
+    vocab = {token: order[token_id] for token, token_id in description["model"]["vocab"].items()}
+    # Otherwise the library gives added tokens other ids.
+    description["model"]["vocab"] = vocab | {token["content"]: token["id"] for token in description["added_tokens"]}
     (folder / "tokenizer.json").write_text(json.dumps(description))
     return folder
