@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
@@ -40,15 +41,15 @@ class DraftCalls:
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
         """Return the proposals of each worker that answers in time, the duration, and the errors.
 
-        The duration is that of the slowest worker of the main draft: the one with the most sequences. `learns`: whether
-        to learn the step times of each worker, if not from the duration.
+        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
+        `learns`: whether to learn the step times of each worker, if not from the duration.
         """
         calls = {
             link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
             for link, own in parts.items()
         }
         main = await _answered(parts, calls)
-        answers, slowest, failures = dict[DraftLink, list[Proposal]](), Timed(), list[BaseException]()
+        answers, durations, failures = dict[DraftLink, list[Proposal]](), [(False, 0.0, Timed())], list[BaseException]()
         for link, own in parts.items():
             if not calls[link].done():
                 _observe(link, is_answered=False)
@@ -62,9 +63,8 @@ class DraftCalls:
                 _observe(link, is_answered=True)
                 if learns:
                     link.step_times.observe_steps(draft_steps(own, answers[link]), timed.forward)
-                if link.model is main:
-                    slowest = max(slowest, timed, key=lambda each: each.elapsed)
-        return answers, slowest, failures
+                durations.append((link.model is main, timed.elapsed, timed))
+        return answers, max(durations, key=itemgetter(0, 1))[-1], failures
 
     def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
         del self._late[link]
