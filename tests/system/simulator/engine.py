@@ -51,9 +51,10 @@ class ToyEngine:
         device: str,
         pass_seconds: Callable[[int], float],
         spend: Callable[[float], None],
+        weights: str = "toy",
     ) -> None:
         """`columns`: of the cache. `pass_seconds`: of a pass with a number of rows. `spend`: takes this time."""
-        self.max_model_len, self.device = max_model_len, device
+        self.max_model_len, self.device, self._weights = max_model_len, device, weights
         self.passes = self.tokens = 0
         self._total, self._pass_seconds, self._spend = slots, pass_seconds, spend
         self._columns = [EMPTY] * columns
@@ -127,7 +128,7 @@ class ToyEngine:
             step_cached=0,
             seconds_per_cached=0.0,
             max_rows=self.max_num_batched_tokens,
-            weights_fingerprint="toy",
+            weights_fingerprint=self._weights,
             numerics_fingerprint="toy",
         )
 

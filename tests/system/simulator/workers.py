@@ -5,6 +5,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -144,7 +145,8 @@ class Life:
 
     def _engine(self, setup: WorkerSetup, slots: int) -> ToyEngine:
         columns = max(setup.max_model_len, setup.columns * slots // setup.slots)
-        return ToyEngine(slots, setup.max_model_len, columns, setup.device, setup.pass_seconds, self._spend)
+        weights = "toy" if setup.agreement is None else f"toy {setup.agreement}"
+        return ToyEngine(slots, setup.max_model_len, columns, setup.device, setup.pass_seconds, self._spend, weights)
 
     def _spend(self, seconds: float) -> None:
         self._loop.lead += seconds
@@ -179,7 +181,8 @@ class Worker:
         self.former_id = "before the simulation"
         """Instance id of the last life that has ended."""
         self.tampering = Tampering(self, rng)
-        self._pair, self._slots = pair, setup.slots
+        self._pair = pair if setup.agreement is None else replace(pair, agreement=setup.agreement)
+        self._slots = setup.slots
         self._restart: asyncio.TimerHandle | None = None
 
     @property
