@@ -16,12 +16,15 @@ from specpool.drafting.sequences import Sequence
 
 # Tokens of a prediction to index per call. A long one must not stall a round.
 TOKENS_PER_CALL = 2048
-# Maximum length of a common suffix to compare.
-MAX_SUFFIX = 16
+# Maximum length of a common suffix to compare. In a text that repeats itself, the next place wins, not the longest one:
+# that would lead to the same difference again.
+MAX_SUFFIX = 8
 # Agreeing tokens that confirm a place, and the minimum to resume at a distant one.
 TRUSTED_RUN = 3
 # Maximum distance from the expected places at which a shorter suffix counts.
 NEARBY = 48
+# Weight of a distance backward: answers leave parts out more often than they repeat them.
+BACKWARD = 4
 # Occurrences of the last token to compare around each of the expected places.
 MAX_OCCURRENCES = 10
 # Tokens to reread when a sequence continues after its state was forgotten.
@@ -140,7 +143,7 @@ class _Place:
         prediction, previous = self._prediction, token_ids[end - 2]
         for place in self._occurrences(token_ids[end - 1], expected):
             run = self._suffix(token_ids, end, place) if prediction[place - 2] == previous else 1
-            distance = first - place if place < first else place - last if place > last else 0
+            distance = BACKWARD * (first - place) if place < first else place - last if place > last else 0
             if distance > NEARBY:
                 if run >= TRUSTED_RUN:
                     far = max(far, (run, -distance, place))
