@@ -219,7 +219,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         0,
         ge=0,
         le=MAX_LOOKUP_STORE_TOKENS,
-        description="maximum tokens of finished answers to keep, at about 70 bytes each, for prompt lookup by later "
+        description="maximum tokens of finished answers to keep, at about 60 bytes each, for prompt lookup by later "
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(

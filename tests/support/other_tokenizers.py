@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaForCausalLM
 
-from benchmarks.pair import save_tokenizer
+from benchmarks.pair import save_tokenizer, tiny_config
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.vocabulary import BYTE_TOKENS, Vocabulary
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -64,7 +65,9 @@ def sentence_piece(size: int, kind: str = "bpe") -> Tokenizer:
     description = json.loads(tokenizer.to_str())
     description["decoder"] = METASPACE_DECODER
     description["model"]["byte_fallback"] = True
-    if kind == "bpe":
+    if kind == "unigram":
+        description["model"]["vocab"][: len(first)] = [[token, -1000.0] for token in first]
+    else:
         description["pre_tokenizer"], description["normalizer"] = None, METASPACE_NORMALIZER
     description["added_tokens"] = [each for each in description["added_tokens"] if each["content"] not in BYTE_TOKENS]
     return Tokenizer.from_str(json.dumps(description))
@@ -100,4 +103,17 @@ def permute_vocabulary(source: Path, folder: Path) -> Path:
     for token in description["added_tokens"]:
         token["id"] = order[token["id"]]
     save_tokenizer(folder, Tokenizer.from_str(json.dumps(description)))
+    return folder
+
+
+def save_tiny(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Save a random tiny model with this tokenizer. Return its folder."""
+    torch.manual_seed(tokenizer.get_vocab_size())
+    eos = tokenizer.token_to_id("<eos>")
+    model = LlamaForCausalLM(tiny_config(vocab_size=tokenizer.get_vocab_size(), eos_token_id=eos))
+    with torch.no_grad():
+        for weight in (weight for weight in model.parameters() if weight.dim() > 1):
+            weight.normal_(std=0.12)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, tokenizer)
     return folder
