@@ -30,11 +30,12 @@ class DraftCalls:
     def __init__(self, on_late_end: Callable[[DraftLink, Iterable[int]], None]) -> None:
         """`on_late_end`: called with the worker and the sequences of a late call once it has ended."""
         self._on_late_end = on_late_end
-        self._late: dict[DraftLink, Call] = {}
+        self._late: dict[Call, DraftLink] = {}
+        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
 
     def is_late(self, link: DraftLink) -> bool:
         """Whether a worker still runs a call that no round waits for. It gets no others until then."""
-        return link in self._late
+        return link in self._late.values()
 
     async def send(
         self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
@@ -53,7 +54,7 @@ class DraftCalls:
         for link, own in parts.items():
             if not calls[link].done():
                 _observe(link, is_answered=False)
-                self._late[link] = calls[link]
+                self._late[calls[link]] = link
                 calls[link].add_done_callback(partial(self._late_call_ended, link, own))
             elif (error := calls[link].exception()) is not None:
                 failures.append(error)
@@ -67,7 +68,7 @@ class DraftCalls:
         return answers, max(durations, key=itemgetter(0, 1))[-1], failures
 
     def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
-        del self._late[link]
+        del self._late[call]
         if call.cancelled():
             return
         if (error := call.exception()) is not None:
@@ -79,7 +80,7 @@ class DraftCalls:
 
     def cancel(self) -> None:
         """End the late calls."""
-        for call in [*self._late.values()]:
+        for call in [*self._late]:
             call.cancel()
 
 
