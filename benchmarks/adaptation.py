@@ -4,9 +4,10 @@
 
 The prompts are those of `benchmarks.domain`. A service with the embedded pair first answers the held-out prompts, with
 a cache salt, so that it does not record them, and then records its answers to the other prompts. `specpool distill
---from` trains the draft on the recording. A service with that draft answers the held-out prompts again. The table shows
-both drafts with four draft tokens per round of the draft model (k4), and with the server's defaults (best). Exit status
-1: an answer to a held-out prompt has changed. The last line printed is JSON.
+--from` trains the draft on the recording. A service with that draft answers the held-out prompts again. Both services
+also answer general prompts, those of `specpool demo`. The table shows both drafts with four draft tokens per round of
+the draft model (k4), and with the server's defaults (best). Exit status 1: an answer has changed. The last line printed
+is JSON.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import running
 from specpool.cli.up_settings import UpSettings
 from specpool.client import AsyncClient
-from specpool.client.requests import GenerateOptions
+from specpool.client.prompts import own_prompts
+from specpool.client.requests import GenerateOptions, Prompt
 from specpool.v1 import generation_pb2 as pb
 
 KINDS: dict[str, GenerateOptions] = {"k4": {"num_speculative_tokens": 4, "draft_method": "model"}, "best": {}}
@@ -52,7 +55,7 @@ def main() -> None:
             result = adapt(prompts[: options.held_out], prompts[options.held_out : needed], folder, options)
         except ProcessFailedError as error:
             raise SystemExit(str(error)) from None
-    show("acceptance on held-out prompts", result["rows"])
+    show("acceptance by draft", result["rows"])
     finish("adaptation", result, options.output)
     if not result["exact_match"]:
         raise SystemExit("some answers have changed")
@@ -61,51 +64,59 @@ def main() -> None:
 def adapt(held_out: list[str], recorded: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the loop: record, train, replace the draft. Return the measures and the time of each step."""
     traffic, draft = folder / "traffic", folder / "draft"
+    measured: dict[str, list[Prompt]] = {"domain": chats(held_out), "general": [each.prompt for each in own_prompts()]}
     began = time.perf_counter()
-    before, answers = asyncio.run(serve(held_out, recorded, options.max_tokens, record=traffic))
-    trained_from = time.perf_counter()
+    before, answers = asyncio.run(serve(measured, chats(recorded), options.max_tokens, record=traffic))
+    recorded_at = time.perf_counter()
     cpu_seconds = distill(traffic, draft, "--epochs", str(options.epochs), "--precision", options.precision)
-    trained = time.perf_counter()
-    after, answers_after = asyncio.run(serve(held_out, [], options.max_tokens, draft=str(draft / "model")))
-    rows = [{"draft": name, **row} for name, rows in (("embedded", before), ("adapted", after)) for row in rows]
+    trained_at = time.perf_counter()
+    after, answers_after = asyncio.run(serve(measured, [], options.max_tokens, draft=str(draft / "model")))
     return {
         "recorded_prompts": len(recorded),
         "held_out_prompts": len(held_out),
-        "rows": rows,
+        "rows": [{"draft": name, **row} for name, rows in (("embedded", before), ("adapted", after)) for row in rows],
         "gained_points": round(100 * (after[0]["acceptance_rate"] - before[0]["acceptance_rate"]), 1),
         "exact_match": answers == answers_after,
-        "record_s": round(trained_from - began),
-        "train_s": round(trained - trained_from),
+        "record_s": round(recorded_at - began),
+        "train_s": round(trained_at - recorded_at),
         "train_cpu_s": round(cpu_seconds),
     }
 
 
+def chats(prompts: Iterable[str]) -> list[Prompt]:
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+
+
 async def serve(
-    held_out: list[str], recorded: list[str], max_tokens: int, **settings: Any
+    measured: Mapping[str, list[Prompt]], recorded: list[Prompt], max_tokens: int, **settings: Any
 ) -> tuple[list[Row], list[list[int]]]:
-    """Measure on the held-out prompts, then answer those to record. Return the rows, and the held-out answers."""
+    """Measure the draft on prompts by kind, then answer those to record. Return the rows, and the measured answers."""
     console.print(f"starting the service ({', '.join(settings)})")
     up = UpSettings(port=0, log_level="error", drain_seconds=5, max_num_seqs=CONCURRENCY, **settings)
+    rows, answers = [], []
     async with running(up) as address, AsyncClient(address) as client:
-        rows, answers = [], []
-        for kind, options in KINDS.items():
-            responses = await generate(
-                client, held_out, {**options, "max_tokens": max_tokens, "cache_salt": "held-out"}
-            )
-            rows.append({"kind": kind, **acceptance(responses)})
-            answers = [list(response.token_ids) for response in responses]
-        await generate(client, recorded, {"max_tokens": max_tokens})
+        for (name, prompts), (kind, options) in product(measured.items(), KINDS.items()):
+            # A salt of its own keeps each answer out of the recording, and out of other answers' lookups.
+            salted: list[GenerateOptions] = [
+                options | {"max_tokens": max_tokens, "cache_salt": str(i)} for i in range(len(prompts))
+            ]
+            responses = await generate(client, prompts, salted)
+            rows.append({"prompts": name, "kind": kind, **acceptance(responses)})
+            answers += [list(response.token_ids) for response in responses]
+        await generate(client, recorded, [{"max_tokens": max_tokens}] * len(recorded))
     return rows, answers
 
 
-async def generate(client: AsyncClient, prompts: list[str], options: GenerateOptions) -> list[pb.GenerateResponse]:
+async def generate(
+    client: AsyncClient, prompts: Sequence[Prompt], options: Sequence[GenerateOptions]
+) -> list[pb.GenerateResponse]:
     places = asyncio.Semaphore(CONCURRENCY)
 
-    async def answer(prompt: str) -> pb.GenerateResponse:
+    async def answer(prompt: Prompt, options: GenerateOptions) -> pb.GenerateResponse:
         async with places:
-            return await client.generate([{"role": "user", "content": prompt}], **options)
+            return await client.generate(prompt, **options)
 
-    return await asyncio.gather(*map(answer, prompts))
+    return await asyncio.gather(*map(answer, prompts, options))
 
 
 def acceptance(responses: Sequence[pb.GenerateResponse]) -> Row:

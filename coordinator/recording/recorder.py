@@ -94,6 +94,8 @@ class Recorder:
         if self._thread.is_alive():
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
 
     def _run(self) -> None:
         self._try(None)
@@ -109,13 +111,13 @@ class Recorder:
             self._taken += len(waiting.token_ids)
 
     def _try(self, waiting: _Waiting | None) -> bool:
-        """Write an answer, and keep within the bounds. Return whether it succeeded. Warn once if it does not."""
+        """Keep within the bounds, and write an answer. Return whether both succeeded. Warn once per outage."""
         if self._fails_until is not None and time.monotonic() < self._fails_until:
             return False
         try:
+            self._shards.tick()
             if waiting is not None:
                 self._shards.append(waiting.header, RecordedAnswer(waiting.client, tuple(waiting.token_ids)))
-            self._shards.tick()
         except OSError as error:
             if self._fails_until is None:
                 log.warning("recording answers failed (%s); retrying every %g s", error, RETRY_SECONDS)

@@ -8,7 +8,7 @@ import io
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,10 @@ class ShardWriter:
         """Create the folder, or delete its expired shards, and the oldest until `num_bytes` fit. Unfinished go last."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._shard.path if self._shard is not None else None
-        found = [(path.suffix == ".part", path.stat(), path) for path in shards_in(self._folder) if path != own]
-        found.sort(key=lambda shard: (shard[0], shard[1].st_mtime))
-        excess = sum(status.st_size for _, status, _ in found) + num_bytes - self._bounds.max_bytes
-        for _, status, path in found:
+        found = [(path, status) for path, status in _statuses(shards_in(self._folder)) if path != own]
+        found.sort(key=lambda shard: (shard[0].name.endswith(UNFINISHED), shard[1].st_mtime))
+        excess = sum(status.st_size for _, status in found) + num_bytes - self._bounds.max_bytes
+        for path, status in found:
             if excess > 0 or self._bounds.is_expired(status.st_mtime):
                 path.unlink(missing_ok=True)
                 excess -= status.st_size
@@ -124,6 +124,13 @@ class ShardWriter:
                 with contextlib.suppress(OSError):
                     _close(shard)
             raise
+
+
+def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield paths and their statuses, unless another coordinator has renamed or deleted the file."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield path, path.stat()
 
 
 def _write(file: io.FileIO, line: bytes) -> None:

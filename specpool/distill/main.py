@@ -137,7 +137,8 @@ def train(
     device = pick_device(settings.device)
     # Without states to compute, only the draft needs the device.
     model = read_target(target, device if feature_layers else torch.device("cpu"), torch.float32)
-    states = TargetStates(model, feature_layers)
+    in_bfloat16 = settings.precision == "bfloat16"
+    states = TargetStates(model, feature_layers, in_bfloat16)
     held_out = states.examples(held_out)
     student = student_of(settings, model, layers, states, examples).to(device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
@@ -157,8 +158,8 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
                 unrolled = UNROLLED_STEPS if step >= (1 - UNROLLED_SHARE) * steps else 1
-                with torch.autocast(student.head.device.type, torch.bfloat16, settings.precision == "bfloat16"):
-                    batch = drop_states(states.with_states(plain_batch), rng)
+                batch = drop_states(states.with_states(plain_batch), rng)
+                with torch.autocast(student.head.device.type, torch.bfloat16, in_bfloat16):
                     loss = distillation_loss(student, batch, unrolled)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -8,6 +8,8 @@ import pytest
 
 FILE = __file__
 WRONG = {
+    "adaptation": [("--num-prompts=63", "--num-prompts"), ("--epochs=0", "--epochs"), (f"--output={FILE}", "--output"),
+                   ("--num-prompts=640", "--num-prompts: 720 prompts with --held-out, but there are 640")],
     "cost.__main__": [("--of=nothing", "invalid choice: 'nothing'"), *(
         (f"--of={part} {flag}", refusal)
         for part in ("coordinator",)

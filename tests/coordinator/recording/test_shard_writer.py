@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from coordinator.recording import shard_writer
 from coordinator.recording.shard_writer import Bounds, ShardWriter
 from specpool.protocol.recordings import Header, RecordedAnswer, read_shard, shards_in
 
@@ -65,6 +67,32 @@ def test_old_shards_are_deleted_without_new_answers(tmp_path: Path) -> None:
     os.utime(tmp_path / "notes.txt", (time.time() - DAY,) * 2)
     ShardWriter(tmp_path, BOUNDS).tick()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_no_answer_outlives_the_maximum_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, passed = time.time(), 0.0
+    clock = SimpleNamespace(monotonic=lambda: passed, time=lambda: start + passed)
+    monkeypatch.setattr(shard_writer, "time", clock)
+    writer = ShardWriter(tmp_path, BOUNDS)
+    writer.append(HEADER, answer(1))
+    while shards_in(tmp_path):
+        assert passed <= BOUNDS.max_age_seconds
+        finished = passed >= BOUNDS.shard_seconds
+        assert shards_in(tmp_path)[0].name.endswith(".jsonl" if finished else ".part")
+        passed += BOUNDS.shard_seconds
+        writer.tick()
+    assert passed > BOUNDS.max_age_seconds / 2
+
+
+def test_shards_may_vanish_while_another_coordinator_deletes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "answers-1.jsonl"
+    monkeypatch.setattr(shard_writer, "shards_in", lambda folder: [missing, *shards_in(folder)])
+    writer = ShardWriter(tmp_path, BOUNDS)
+    writer.append(HEADER, answer(1))
+    writer.finish()
+    assert recorded(tmp_path) == {answer(1)}
 
 
 def test_a_shard_never_mixes_targets_and_a_restart_continues(tmp_path: Path) -> None:

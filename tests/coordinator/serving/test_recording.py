@@ -152,6 +152,18 @@ async def test_a_slow_disk_drops_answers(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(answers_in(tmp_path)) == 2
 
 
+async def test_a_stuck_disk_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Event()
+    monkeypatch.setattr(ShardWriter, "append", lambda writer, *arguments: disk.wait(PATIENCE_SECONDS))
+    monkeypatch.setattr(recorder, "CLOSE_SECONDS", 0.01)
+    async with serving(record=tmp_path) as served:
+        await served.expect(make_request([1], 5))
+    disk.set()
+    assert "the disk did not take the last recorded answers within 0.01 s" in caplog.text
+
+
 async def test_an_unusable_directory_costs_no_answer() -> None:
     async with serving(record=Path("/proc/recording")) as served:
         await served.expect(make_request([1], 5))

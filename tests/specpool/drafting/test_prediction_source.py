@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,25 @@ def test_a_token_takes_little_time(wrong: bool) -> None:
         source.observe(sequence, Lookup())
     seconds = (time.process_time() - began) / len(answer)
     assert seconds < 100e-6
+
+
+def test_indexes_have_bounded_memory_which_samples_share() -> None:
+    """A request may have 64 samples and a prediction of 100,000 tokens."""
+
+    def used(*predictions: tuple[int, ...]) -> tuple[int, int]:
+        """Memory of the indexes, while the sequences run and after their end."""
+        source, sequences = PredictionSource(), [make_sequence(each, i) for i, each in enumerate(predictions)]
+        tracemalloc.start()
+        for sequence in 30 * sequences:
+            source.propose(sequence, 8)
+        running, _ = tracemalloc.get_traced_memory()
+        source.forget(range(len(predictions)))
+        ended, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return running, ended
+
+    prediction = tuple(range(20_000))
+    running, ended = used(*[prediction] * 16)
+    assert running < used(*((*prediction, i) for i in range(16)))[0] / 8
+    assert ended < running / 8
+    assert used(10 * prediction)[0] < 2 * running  # places after the first ones are not indexed
