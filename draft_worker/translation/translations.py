@@ -12,6 +12,7 @@ from functools import cached_property
 
 from draft_worker.translation.building import build_translation
 from draft_worker.translation.translation import Translation
+from draft_worker.translation.vetting import vet
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
 from specpool.protocol.errors import UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -34,8 +35,15 @@ class _Entry:
 class Translations:
     """Builds and keeps translations. Any thread may call it."""
 
-    def __init__(self, draft: TokenizerFiles, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._vocab_size, self._clock = draft, vocab_size, clock
+    def __init__(
+        self,
+        draft: TokenizerFiles,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        vet: Callable[[TokenizerFiles, int], None] = vet,
+    ) -> None:
+        """`vet`: raises UnsupportedTokenizerError for a target's tokenizer that this process must not read."""
+        self._files, self._vocab_size, self._clock, self._vet = draft, vocab_size, clock, vet
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -92,6 +100,7 @@ class Translations:
     def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
         began = time.perf_counter()
         try:
+            self._vet(target, vocab_size)
             translation, fidelity = build_translation(_read("target", target, vocab_size), self._draft, vocab_size)
         except UnsupportedTokenizerError as error:
             log.warning("cannot translate between the tokenizers: %s", error)
