@@ -14,14 +14,14 @@ from draft_worker.translation.building import build_translation
 from draft_worker.translation.translation import Translation
 from draft_worker.translation.vetting import vet
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
-from specpool.protocol.errors import UnavailableError
+from specpool.protocol.errors import NotFoundError, UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
 
 MAX_TRANSLATIONS = 4
 """Maximum number of translations, and of refusals to remember. Each takes up to about 100 MiB."""
-IDLE_SECONDS = 600.0
+IDLE_SECONDS = 3600.0
 """Translations that no round has used for this long are freed. Their coordinators ask again."""
 
 
@@ -65,10 +65,10 @@ class Translations:
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
-        """Return a translation. Raises UnavailableError if it has been freed, so that its coordinator asks again."""
+        """Return a translation. Raises NotFoundError if it has been freed. Its coordinator then asks again."""
         entry = self._entries.get(translation_id)
         if entry is None or isinstance(entry.result, str):
-            raise UnavailableError("the worker has no translation with this id: call UseTokenizer")
+            raise NotFoundError("translation_id: call UseTokenizer first")
         entry.used = self._clock()
         return entry.result
 

@@ -15,7 +15,7 @@ from draft_worker.translation import vetting
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.translation import Translation
 from draft_worker.translation.translations import IDLE_SECONDS, MAX_TRANSLATIONS, Translations
-from specpool.protocol.errors import InvalidArgumentError, UnavailableError
+from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import VOCAB_SIZE, byte_tokenizer
@@ -114,7 +114,7 @@ def test_translations_are_kept_while_they_are_used() -> None:
     for translation_id in (ids[0], other):
         translations.get(translation_id)
     for translation_id in (*ids[1:], "unknown"):
-        with pytest.raises(UnavailableError, match="call UseTokenizer"):
+        with pytest.raises(NotFoundError, match="call UseTokenizer"):
             translations.get(translation_id)
 
 
@@ -123,7 +123,7 @@ def test_refusals_are_remembered_but_make_room() -> None:
     for size in range(2 * MAX_TRANSLATIONS):
         translation_id, reason = translations.use(TokenizerFiles(b"{}" + b" " * size, "", {}, ()), 300)
         assert str(reason).startswith("the target's tokenizer is not supported: it cannot be read")
-        with pytest.raises(UnavailableError):
+        with pytest.raises(NotFoundError):
             translations.get(translation_id)
 
 
