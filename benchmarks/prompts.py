@@ -73,7 +73,7 @@ def _read(texts: list[str]) -> list[PromptLine]:
     if not lines:
         raise ValueError("the file has no prompts")
     if any(line.options for line in lines):
-        raise ValueError("benchmarks take no tools and no options of chat templates")
+        raise ValueError("benchmarks take no predictions, tools or options of chat templates")
     return lines
 
 

@@ -67,9 +67,11 @@ class VllmEngine:
     def __init__(
         self, model: Path, kind: str, draft_address: str | None = None, log: IO[str] | None = None, **arguments: Any
     ) -> None:
-        """`kind`: a key of `SPECULATION`. `log`: standard error. `arguments`: arguments of `vllm.LLM`, and `cores`."""
+        """`kind`: a key of `SPECULATION`. `log`: standard error. `arguments`: arguments of `vllm.LLM`, and `cores` and
+        `variables` of the environment."""
         python = vllm_python()
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
+        environment |= arguments.pop("variables", {})
         self._process = subprocess.Popen(
             [python, "-c", "from benchmarks.vllm_engine import main; main()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,

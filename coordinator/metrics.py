@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from coordinator.lanes.draft_states import DraftModelState, draft_states
+from coordinator.recording.recorder import RESULTS as RECORDING_RESULTS
 from coordinator.requests.in_flight import Histogram, Latencies
 from coordinator.scheduling.commits import GRAMMAR, DraftCounters
 from coordinator.scheduling.sequence import FinishReason
@@ -16,7 +18,7 @@ from specpool.drafting.plans import DraftMethod, SpeculationState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")
-DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM, GRAMMAR)
+DRAFT_METHODS = (*(method for method in DraftMethod if method is not DraftMethod.BEST), GRAMMAR)
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 """Buckets of draft lengths and of group sizes."""
 
@@ -113,6 +115,10 @@ class CoordinatorMetrics:
         yield counter("target_takeovers", text, self._coordinator.lanes.takeovers)
         audits = {result: self._coordinator.auditor.results[result] for result in RESULTS}
         yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
+        recorder = self._coordinator.recorder
+        recorded = recorder.results if recorder is not None else dict.fromkeys(RECORDING_RESULTS, 0)
+        text = "Finished answers selected for the recording, by result."
+        yield counter("recorded_answers", text, recorded, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}
@@ -121,15 +127,20 @@ class CoordinatorMetrics:
         yield counter("draft_tokens", "Draft tokens verified, by draft method.", drafted, "method")
         yield counter("accepted_draft_tokens", "Draft tokens accepted, by draft method.", accepted, "method")
         yield from _plan(families, self._coordinator.lanes.speculation)
+        yield from _draft_models(families, draft_states(self._coordinator.lanes))
 
     def _limits(self, families: Families) -> Iterator[Metric]:
         coordinator, settings, gauge = self._coordinator, self._coordinator.settings, families.gauge
         windows = [lane.window for lane in coordinator.lanes]
         used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        text, tokens = "Prompt tokens of the samples in the queue.", coordinator.queue.waiting.tokens
+        text, tokens = "Tokens of the prompts and predictions in the queue.", coordinator.queue.waiting.tokens
         yield gauge("prompt_tokens_waiting", text, tokens)
-        yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
+        yield gauge(
+            "prompt_tokens_waiting_limit",
+            "Maximum tokens of prompts and predictions in the queue.",
+            settings.queue_tokens,
+        )
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
         yield gauge("window_used", "Places of the window in use, including leaving samples.", used)
         yield gauge("target_slots", "Sequences that the target workers can hold.", slots)
@@ -180,6 +191,36 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
     )
     for name, text, value in gauges:
         yield families.gauge(name, text, value)
+
+
+def _draft_models(families: Families, states: list[DraftModelState]) -> Iterator[Metric]:
+    def by_draft(field: str) -> dict[str, float]:
+        return {state.name: getattr(state, field) for state in states}
+
+    if not states:
+        return
+    info = {(state.name, state.model, state.weights_fingerprint): 1.0 for state in states}
+    text = "Model and weights of a draft, in the labels; always 1."
+    yield families.gauge("draft_model_info", text, info, "draft", "model", "weights_fingerprint")
+    gauges = (
+        ("share", "Share of new samples that draft with it, 0 to 1.", "share"),
+        ("samples", "Samples that draft with it now.", "running"),
+        (
+            "expected_tokens_per_second",
+            "Expected tokens per second if it drafted for all samples.",
+            "expected_tokens_per_s",
+        ),
+    )
+    for name, text, field in gauges:
+        yield families.gauge(f"draft_model_{name}", text, by_draft(field), "draft")
+    counters = (
+        ("draft_tokens", "Its draft tokens that were verified.", "draft_tokens"),
+        ("accepted_tokens", "Its draft tokens that were accepted.", "accepted_draft_tokens"),
+        ("rounds", "Rounds of its samples, counted per sample.", "rounds"),
+        ("generation_tokens", "Tokens that its samples gained in these rounds.", "completion_tokens"),
+    )
+    for name, text, field in counters:
+        yield families.counter(f"draft_model_{name}", text, by_draft(field), "draft")
 
 
 def _sizes(families: Families, name: str, text: str, counts: list[int]) -> Metric:

@@ -60,6 +60,8 @@ class CoordinatorServer:
         """Listen and connect to the workers. Return the port."""
         port = await self.server.start()
         self.coordinator.tokenizers.start()
+        if self.coordinator.recorder is not None:
+            self.coordinator.recorder.start()
         self._running = asyncio.create_task(self.coordinator.run())
         self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it can no longer serve calls
         return port

@@ -67,8 +67,10 @@ MAY_NAME_STATUS_CODES = {
 EDGES = (
     "coordinator/prompts/chat_reader.py",
     "coordinator/prompts/constraint_reader.py",
+    "coordinator/prompts/prediction_reader.py",
     "coordinator/prompts/prompt_reader.py",
     "coordinator/prompts/reasoning_reader.py",
+    "coordinator/prompts/token_reader.py",
     "coordinator/requests/traces.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",

@@ -20,7 +20,7 @@ from specpool.rpc.config.settings import (
     TargetAddresses,
 )
 from specpool.rpc.observability.otlp import OtlpEndpoint
-from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses
+from specpool.rpc.security.channel import Connector, SecurityOptions, is_followed, split_addresses, split_named
 from specpool.rpc.security.settings import ServerSecurity
 from specpool.rpc.security.tls import TlsFiles
 from specpool.rpc.security.tokens import token_of
@@ -31,6 +31,8 @@ MAX_LOOKUP_STORE_TOKENS = 2**24
 """Takes 1 GiB."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Default of `max_num_speculative_tokens`."""
+
+MIN_RECORD_BYTES, MAX_RECORD_SECONDS = 2**24, 366 * 86_400
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
@@ -101,7 +103,41 @@ def _check_template(path: Path | None) -> Path | None:
 TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
 
 
+def read_shares(shares: str) -> dict[str, float]:
+    """Read comma-separated entries NAME=SHARE. Raises ValueError."""
+    read: dict[str, float] = {}
+    for entry in split_addresses(shares):
+        name, _, share = entry.rpartition("=")
+        try:
+            read[name.strip()] = float(share)
+        except ValueError:
+            read[name.strip()] = -1.0
+        if not name or not 0 <= read[name.strip()] <= 1:
+            raise ValueError(f"{entry} is no share: use NAME=SHARE, with a share from 0 to 1")
+    if len(read) < len(split_addresses(shares)):
+        raise ValueError("a name is listed twice")
+    if sum(read.values()) > 1 + 1e-9:
+        raise ValueError(f"the shares add up to {sum(read.values()):g}, which exceeds 1")
+    return read
+
+
+def _check_shares(shares: str) -> str:
+    read_shares(shares)
+    return shares
+
+
+Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
+"""Shares of named drafts: NAME=SHARE, separated by commas."""
 ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
+
+
+def _check_folder(path: Path | None) -> Path | None:
+    if path is not None and path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    return path
+
+
+RecordFolder = Annotated[Path | None, AfterValidator(_check_folder)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
@@ -121,7 +157,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_address: DraftAddresses | None = Field(
         None,
         description="host:port of the draft worker, or several, separated by commas; dns:///host:port: every record "
-        "of the name, also new ones; default: prompt lookup only",
+        "of the name, also new ones; NAME=ADDRESS names the draft there; default: prompt lookup only",
+    )
+    draft_share: Shares | None = Field(
+        None,
+        description="share of new samples of some named drafts, such as new=0.1, separated by commas; the others share "
+        "the rest equally; 0: none; default: by expected tokens per second",
     )
     served_model_name: str | None = Field(
         None,
@@ -158,7 +199,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
     queue_tokens: int = Field(
-        4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
+        4_194_304,
+        ge=1,
+        le=UINT32_MAX,
+        description="maximum tokens of prompts and predictions that wait, unless a single request has more",
     )
     max_requests_per_client: int | None = Field(
         None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
@@ -168,13 +212,14 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="default draft method: model (the draft worker), ngram (prompt lookup), or best of both per round",
+        description="default draft method: model (the draft worker), ngram (prompt lookup), suffix (also in earlier "
+        "answers), prediction (the request's), or best of all per round",
     )
     lookup_store_tokens: int = Field(
         0,
         ge=0,
         le=MAX_LOOKUP_STORE_TOKENS,
-        description="maximum tokens of finished answers to keep, at about 70 bytes each, for prompt lookup by later "
+        description="maximum tokens of finished answers to keep, at about 60 bytes each, for prompt lookup by later "
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )
     overlap: Overlap = Field(
@@ -203,6 +248,23 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         description="share of answers to replay by plain decoding, when there is room, and compare; default: 0.001 if "
         "the target's equivalence is bitwise, otherwise 0",
     )
+    record: RecordFolder = Field(
+        None,
+        description="directory to record the token ids of finished answers in, to train a draft (docs/recording.md); "
+        "default: record nothing",
+    )
+    record_share: float | None = Field(
+        None, gt=0, le=1, description="share of finished answers to record; default: 1, all of them"
+    )
+    record_max_bytes: ByteSize = Field(
+        ByteSize(2**30), ge=MIN_RECORD_BYTES, description="maximum size of the recording; the oldest answers go first"
+    )
+    record_max_age_seconds: float = Field(
+        604_800.0,
+        ge=60,
+        le=MAX_RECORD_SECONDS,
+        description="maximum age of a recorded answer; a running coordinator deletes older ones",
+    )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
@@ -230,9 +292,14 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         return split_addresses(self.target_address)
 
     @property
-    def draft_addresses(self) -> list[str]:
-        """The entries of `draft_address`."""
-        return split_addresses(self.draft_address or "")
+    def draft_entries(self) -> list[tuple[str, str]]:
+        """The name, or "", and the address of each entry of `draft_address`."""
+        return split_named(self.draft_address or "")
+
+    @property
+    def draft_shares(self) -> dict[str, float]:
+        """`draft_share` by name."""
+        return read_shares(self.draft_share or "")
 
     @property
     def usable_window(self) -> int:
@@ -251,12 +318,16 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         is_list = len(self.target_addresses) > 1 or is_followed(self.target_address)
         if self.target_standby_address is not None and is_list:
             raise ValueError("target_standby_address needs a single target_address: replicas take over from each other")
+        if unknown := self.draft_shares.keys() - {name for name, _ in self.draft_entries}:
+            raise ValueError(f"draft_share: draft_address has no draft named {min(unknown)}")
         if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
         if self.metrics_compat is not None and self.metrics_port is None:
             raise ValueError("metrics_compat needs a metrics_port")
         if self.trace_prompts and self.otlp_traces_endpoint is None:
             raise ValueError("trace_prompts needs an otlp_traces_endpoint")
+        if self.record_share is not None and self.record is None:
+            raise ValueError("record_share needs record, the directory for the answers")
         if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

@@ -13,6 +13,7 @@ from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import RENEWED
 from coordinator.workers.target_link import TargetLink
+from specpool.drafting.draft_shares import DraftShares
 from specpool.drafting.drafting import Drafting
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class Lane:
         self.window.is_open, self.window.is_standby = False, is_standby
         if is_standby:
             self._queue.windows.remove(self.window)
-        self.drafting = Drafting(settings.max_num_speculative_tokens, lookup=shared.lookup)
+        shares = DraftShares(settings.draft_shares)
+        self.drafting = Drafting(settings.max_num_speculative_tokens, sources=shared.sources, shares=shares)
         self._loop = RoundLoop(shared, self.window, Workers(link, draft), self.drafting)
         link.on_change, link.on_replaced = self.update, self._target_replaced
         link.on_evicted = self.window.forget_pages

@@ -157,14 +157,16 @@ class Lanes:
 
     def _make_draft(self, coordinator_id: str, target: Target) -> DraftGroup | None:
         settings = self._shared.settings
-        if not settings.draft_addresses:
+        if not settings.draft_entries:
             return None
 
         def open_link(endpoint: Endpoint) -> DraftLink:
             connector = Connector(endpoint.address, **endpoint.secured(settings.worker_security))
-            return DraftLink(connector, coordinator_id, settings.draft_timeout_seconds, target)
+            return DraftLink(connector, coordinator_id, settings.draft_timeout_seconds, target, endpoint.label)
 
-        return DraftGroup(Discovery(settings.draft_addresses), open_link)
+        labels = {address: label for label, address in settings.draft_entries if label}
+        addresses = (address for _, address in settings.draft_entries)
+        return DraftGroup(Discovery(addresses, labels=labels, forgets=True), open_link)
 
     def _target_link(self, endpoint: Endpoint, coordinator_id: str) -> TargetLink:
         settings = self._shared.settings

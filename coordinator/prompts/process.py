@@ -95,11 +95,14 @@ class PromptProcess:
         with self._limited(Allowance.constraint(seconds), "compiling it"):
             return Kind.DONE, self._compile_constraint(kind, text, json_whitespace).encode()
 
-    def _tokenize_text(self, text: str, max_tokens: int, max_characters: int, seconds: float) -> tuple[Kind, bytes]:
+    def _tokenize_text(
+        self, text: str, max_tokens: int, max_characters: int, seconds: float, add_special_tokens: bool
+    ) -> tuple[Kind, bytes]:
         assert self._tokenizer is not None
         limits = WorkLimits(max_tokens, max_characters)
         with self._limited(Allowance.prompt(len(text.encode()), seconds), "the tokenizer"):
-            return _token_ids(self._tokenizer.encode_text(text, limits), max_tokens)
+            ids = self._tokenizer.encode_text(text, limits, add_special_tokens=add_special_tokens)
+            return _token_ids(ids, max_tokens)
 
     def _tokenize_chat(
         self, chat: tuple[Any, ...], size: int, max_tokens: int, max_characters: int, seconds: float

@@ -29,12 +29,12 @@ class TokenizerError(ValueError):
 
 
 class EncodingError(ValueError):
-    """The prompt cannot be tokenized, or has too many tokens."""
+    """The text cannot be tokenized, or has too many tokens."""
 
 
 @dataclass(frozen=True)
 class WorkLimits:
-    """Limits on the work for one prompt."""
+    """Limits on the work for one text or chat."""
 
     tokens: float = math.inf
     """Maximum tokens. Much longer prompts are rejected before all of their tokens are known."""
@@ -81,9 +81,9 @@ class TargetTokenizer:
             "reasoning": self._describe_reasoning(reasoning_tags),
         }
 
-    def encode_text(self, text: str, limits: WorkLimits = UNLIMITED) -> list[int]:
-        """Tokenize text, with the model's special tokens around it. Raises EncodingError."""
-        return self._encode(text, limits, add_special_tokens=True)
+    def encode_text(self, text: str, limits: WorkLimits = UNLIMITED, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize text, by default with the model's special tokens around it. Raises EncodingError."""
+        return self._encode(text, limits, add_special_tokens)
 
     def render(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> str:
         """Render a chat, up to the assistant's turn. Raises ChatTemplateError, MemoryError."""
@@ -94,7 +94,7 @@ class TargetTokenizer:
 
     def encode_rendered(self, rendered: str, limits: WorkLimits = UNLIMITED) -> list[int]:
         """Tokenize a rendered chat, which has its special tokens already. Raises EncodingError."""
-        return self._encode(rendered, limits, add_special_tokens=False)
+        return self.encode_text(rendered, limits, add_special_tokens=False)
 
     def encode_chat(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> list[int]:
         """Tokenize a chat, up to the assistant's turn. Raises ChatTemplateError, EncodingError."""
@@ -126,7 +126,7 @@ class TargetTokenizer:
         except (EncodingError, MemoryError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the library has no narrower class, and its panics are no exceptions
-            raise EncodingError(f"the tokenizer rejects this prompt: {error}") from None
+            raise EncodingError(f"the tokenizer rejects it: {error}") from None
 
     def _check_length(self, text: str, limits: WorkLimits) -> None:
         """Count tokens piece by piece. Raises EncodingError as soon as there are too many."""
@@ -135,7 +135,7 @@ class TargetTokenizer:
             piece = self._tokenize(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)
             counted += len(piece) - TOKENS_PER_CUT
             if counted > limits.tokens:
-                raise EncodingError(f"the prompt has more than {limits.tokens:g} tokens")
+                raise EncodingError(f"has more than {limits.tokens:g} tokens")
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch of one: `encode` would also compute offsets.

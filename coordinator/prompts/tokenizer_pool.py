@@ -41,7 +41,7 @@ class TooLongError(PromptError):
     """The prompt has too many tokens."""
 
     def __init__(self, tokens: int) -> None:
-        super().__init__(f"the prompt has {tokens} tokens")
+        super().__init__(f"has {tokens} tokens")
         self.tokens = tokens
 
 
@@ -78,6 +78,8 @@ class Prompt:
     max_tokens: int
     max_characters: int
     """Maximum output of the chat template."""
+    add_special_tokens: bool = True
+    """Whether to put the model's special tokens around a text."""
 
     def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process. Raises the errors of `content`."""
@@ -86,7 +88,8 @@ class Prompt:
         if self.is_chat:
             body, worker = marshal.dumps((self.content(), self.size, *limits)), "the model's chat template"
             return _Request(Kind.CHAT, body, stage, max_reply, times.seconds, worker)
-        return _Request(Kind.TEXT, marshal.dumps((self.content(), *limits)), stage, max_reply, times.seconds)
+        body = marshal.dumps((self.content(), *limits, self.add_special_tokens))
+        return _Request(Kind.TEXT, body, stage, max_reply, times.seconds)
 
 
 @dataclass(frozen=True)

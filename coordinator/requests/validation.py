@@ -4,11 +4,13 @@ import secrets
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.prompts.chat_reader import check_size
 from coordinator.prompts.constraint_reader import ConstraintReader, constraint_field, read_constraint
+from coordinator.prompts.prediction_reader import check_prediction, read_prediction
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.reasoning_reader import check_reasoning, read_reasoning
 from coordinator.prompts.tokenizer_pool import Constraint, TokenizerPool
@@ -56,11 +58,13 @@ async def read_request(
     constraint = _constraint(message, limits)
     logs.bind_request(request.request_id)
     limits.prompts.check(message)
-    check_queue(request)
-    prompt_ids = await limits.prompts.read(message, client, pool, before=lambda: check_queue(request))
+    check_prediction(message.speculative, limits.prompts)
+    before = partial(check_queue, request)
+    before()
+    prompt_ids = await limits.prompts.read(message, client, pool, before)
     sampling = request.sampling
     if constraint is not None:
-        grammar = await limits.constraints.read(constraint, client, before=lambda: check_queue(request))
+        grammar = await limits.constraints.read(constraint, client, before)
         sampling = replace(sampling, grammar=grammar)
         request = replace(request, constraint=constraint_field(constraint.kind))
     params, remaining = message.sampling_params, limits.prompts.max_model_len - len(prompt_ids)
@@ -72,9 +76,13 @@ async def read_request(
     tokenizer = limits.prompts.tokenizer
     starts_in_reasoning = tokenizer.starts_in_reasoning(prompt_ids, message.HasField("chat"))
     reasoning = read_reasoning(params, tokenizer.reasoning, starts_in_reasoning, max_tokens)
+    prediction: tuple[int, ...] = ()
+    if message.speculative.HasField("prediction") and request.num_speculative_tokens:
+        prediction = await read_prediction(message.speculative.prediction, client, limits.prompts, pool, before)
     return replace(
         request,
         prompt_ids=prompt_ids,
+        prediction=prediction,
         max_tokens=max_tokens,
         sampling=replace(sampling, reasoning=reasoning),
         starts_in_reasoning=starts_in_reasoning,

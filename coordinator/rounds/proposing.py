@@ -132,25 +132,28 @@ class Proposing:
     def _plan_drafts(self, sequences: list[Sequence], round_id: int) -> dict[int, DraftPlan]:
         draft, own, worker = self._workers.ready_draft, self._workers.own_draft, None
         if own is not None:
+            for sequence in sequences:
+                sequence.draft.model = None
             times, reads_states = self._target.draft_step_times, own.features is not None
             worker = DraftWorker(own.max_model_len, round_id, times, reads_states=reads_states, is_own=True)
         elif draft is not None:
-            info = draft.info
+            roster = draft.roster
+            self._drafting.assign(sequences, roster.models)
             worker = DraftWorker(
-                info.max_model_len,
+                0,
                 round_id,
                 draft.step_times,
-                max_branches=info.max_branches if self._can_overlap else 0,
+                max_branches=roster.max_branches if self._can_overlap else 0,
                 selects_branches=self._runs_ahead,
-                reads_states=info.features is not None,
+                reads_states=roster.features is not None,
             )
         return self._drafting.plan_round(sequences, worker, self._target.step_times, self.batch)
 
     @property
     def _features(self) -> WantedFeatures | None:
-        """The hidden states that the draft worker reads."""
+        """The hidden states that draft workers read."""
         draft = self._workers.ready_draft
-        features, target = draft.info.features if draft is not None else None, self._target.info
+        features, target = draft.roster.features if draft is not None else None, self._target.info
         if features is None or target is None or not target.returns_features:
             return None
         return WantedFeatures(features, self._settings.feature_window)
@@ -183,7 +186,7 @@ class Proposing:
         draft = self._workers.ready_draft
         if round_.drafts_ahead or (self._runs_ahead and not round_.wants_drafts):
             round_.take_branches(self._runs_ahead)
-        elif draft is not None and round_.wants_drafts and (items := round_.propose_items(draft.info)):
+        elif draft is not None and round_.wants_drafts and (items := round_.propose_items(draft.roster.limits)):
             began, round_.outcome.called_draft = time.perf_counter(), True
             with _draft_failures_ignored("proposal failed; decoding plainly"):
                 proposals, round_.proposed = await self._call_draft(draft, round_.round_id, items, round_)
@@ -240,7 +243,7 @@ class Proposing:
 
     async def _draft_branches(self, round_: RunningRound) -> None:
         draft, outcome = self._workers.ready_draft, round_.outcome
-        if draft is not None and (items := round_.ahead_items(draft.info)):
+        if draft is not None and (items := round_.ahead_items(draft.roster.limits)):
             outcome.called_draft = outcome.drafted_ahead = True
             outcome.is_quiet = outcome.is_quiet and not self._shares_devices
             proposals, timed = await self._call_draft(draft, next(self._round_ids), items, round_)
@@ -256,7 +259,7 @@ class Proposing:
         self, draft: Draft, round_id: int, items: list[ProposeItem], round_: RunningRound
     ) -> tuple[list[Proposal], Timed]:
         with round_.trace.calling("propose", round_id) as parent:
-            return await draft.propose(round_id, items, *self._drafting.hints, parent)
+            return await draft.propose(round_id, items, round_.models, self._drafting.step_cost, parent)
 
 
 def _ids_and_lengths(sequences: list[Sequence]) -> list[tuple[int, int]]:

@@ -20,9 +20,9 @@ from coordinator.scheduling.worker_time import Part
 from coordinator.workers.interface import Target, Workers
 from specpool.drafting.costs import Timed
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import RoundOutcome
 from specpool.drafting.plans import DraftPlan
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.worker_info import WorkerInfo
 
@@ -35,7 +35,7 @@ class Shared:
     queue: RequestQueue
     in_flight: RequestsInFlight
     traces: Traces
-    lookup: PromptLookup
+    sources: DraftSources
     on_admission: Callable[[], None]
     """Called before sequences are admitted."""
     cache_events: CacheEvents | None

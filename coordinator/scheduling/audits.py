@@ -28,7 +28,7 @@ class Answer:
     """The tokens that a sample got, packed, and all that they depend on."""
 
     request: GenerationRequest
-    """Without its prompt."""
+    """Without its prompt and prediction."""
     prompt_ids: "array[int]"
     token_ids: "array[int]"
 
@@ -38,7 +38,8 @@ class Answer:
         if sequence.finish is None or sequence.finish.reason is FinishReason.ABORT:
             return None
         request = sequence.request
-        return cls(replace(request, prompt_ids=()), array("I", request.prompt_ids), array("I", sequence.generated_ids))
+        without_tokens = replace(request, prompt_ids=(), prediction=())
+        return cls(without_tokens, array("I", request.prompt_ids), array("I", sequence.generated_ids))
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from coordinator.scheduling.features import FeatureStore
+from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Branch, VerifyItem
 
@@ -32,6 +33,8 @@ class WorkerCache:
     """A sequence's KV cache in one worker, as far as the worker's answers tell."""
 
     def __init__(self) -> None:
+        self.model: DraftModel | None = None
+        """The draft model of the sequence, as long as it has a ready worker; None for the target worker's cache."""
         self.num_cached_tokens = 0
         self.predicted = 0
         """Predicted number of leading tokens in the worker's prefix cache."""
@@ -81,6 +84,11 @@ class WorkerCache:
     def max_pending_gain(self) -> int:
         """Maximum number of tokens that pending rounds yield."""
         return sum(pending.max_gain for pending in self.pending)
+
+    @property
+    def likely_pending_gain(self) -> int:
+        """Number of tokens that pending rounds yield if their draft tokens, as far as known, are accepted."""
+        return sum(len(each.item.draft_token_ids) + 1 for each in self.pending if each.num_cached_tokens is None)
 
     @property
     def min_pending_gain(self) -> int:

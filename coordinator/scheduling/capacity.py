@@ -212,7 +212,7 @@ class QueueLimits:
     samples: int
     """Maximum number of samples that wait."""
     tokens: int | None = None
-    """Maximum number of prompt tokens that wait, unless a single request waits; None: unlimited."""
+    """Maximum number of tokens of prompts and predictions that wait, unless a single request waits; None: unlimited."""
     per_client: int | None = None
     """Maximum number of samples of one client, waiting and in the window; None: unlimited."""
 
@@ -229,8 +229,8 @@ class QueueLimits:
     ) -> None:
         """Raise QueueLimitError if the queue cannot take a request of this size.
 
-        `tokens`: prompt tokens of all samples together. `entering`: sequences, queued or new, that enter the window at
-        once. `preempted`: preempted sequences of the client. `reserve`: extra samples for clients with an
+        `tokens`: of the prompts and predictions of all samples. `entering`: sequences, queued or new, that enter the
+        window at once. `preempted`: preempted sequences of the client. `reserve`: extra samples for clients with an
         empty queue, or at most their share of the reserve in it, so that no client locks others out. The reserve is at
         most the limit itself; the token limit doubles.
         """
@@ -247,6 +247,6 @@ class QueueLimits:
             raise QueueLimitError(f"the queue is full ({len(queue)} samples wait)", waiting - max_samples)
         max_tokens = (self.tokens or 0) * (1 + has_reserve)
         if self.tokens is not None and waiting > 0 and len(queue) and queue.tokens + tokens > max_tokens:
-            reason = f"the queue is full ({queue.tokens} prompt tokens wait, of at most {self.tokens})"
+            reason = f"the queue is full ({queue.tokens} tokens wait, of at most {self.tokens})"
             excess = queue.tokens + tokens - max_tokens
             raise QueueLimitError(reason, -(-excess * len(queue) // queue.tokens))

@@ -117,6 +117,9 @@ class Counters:
             _increment(self.accepted_lengths, accepted)
         if commit.method is not None:
             self._add_drafts(commit.method, commit.drafted, commit.accepted)
+        if (model := commit.sequence.draft.model) is not None:
+            is_its = commit.method is DraftMethod.MODEL
+            model.observe_round(len(commit.token_ids), is_its * commit.drafted, is_its * commit.accepted)
         if commit.forced:
             self._add_drafts(GRAMMAR, commit.forced, commit.accepted_forced)
 

@@ -6,7 +6,7 @@ from coordinator.scheduling.caches import PendingRound
 from coordinator.scheduling.draft_items import DraftItems
 from coordinator.scheduling.sequence import Sequence
 from specpool.drafting.acceptance import agreement_length, known_tokens, likely_tokens
-from specpool.drafting.plans import DraftPlan
+from specpool.drafting.plans import DraftMethod, DraftPlan
 from specpool.protocol.rounds import Branch, ItemStatus, OwnDraft, Proposal, VerifyItem
 from specpool.protocol.worker_info import WorkerInfo
 
@@ -25,17 +25,21 @@ class Drafts(DraftItems):
         chance: Callable[[float], float],
         own_draft: WorkerInfo | None,
     ) -> None:
-        """`chance`: acceptance probability by draft probability. For the other arguments see `DraftItems`."""
+        """`chance`: acceptance probability by draft probability, for sequences without a draft model of their own.
+
+        For the other arguments see `DraftItems`.
+        """
         super().__init__(sequence, plan, round_id, own_draft)
         self.proposal: Proposal | None = None
         """The proposal whose tokens the round verifies."""
         self.cache_misses = 0
-        self._chance = chance
+        model = sequence.draft.model
+        self._chance = chance if model is None else model.calibration.chance
         self._planned_length = len(sequence.token_ids)
         self._ahead: Proposal | None = None
         """Branches drafted during the verification."""
         self._by_outcome: dict[tuple[int, int], tuple[Proposal | None, tuple[int, ...]]] = {}
-        """For each outcome of the pending round: the proposal (None for prompt lookup), and the tokens to verify."""
+        """For each outcome of the pending round: the proposal (None for a lookup), and the tokens to verify."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
 
@@ -86,7 +90,7 @@ class Drafts(DraftItems):
     def take_branches(self, target_selects: bool) -> None:
         """Take the branch that matches the last verification, if there is one.
 
-        If the outcome is unknown and the target can select, take all. Prompt-lookup tokens form a branch, too.
+        If the outcome is unknown and the target can select, take all. A lookup's tokens form a branch, too.
         """
         sequence = self.sequence
         if sequence.target.continues:
@@ -106,7 +110,7 @@ class Drafts(DraftItems):
             self._take_lookup(pending.item)
 
     def _take_lookup(self, pending: VerifyItem) -> None:
-        """Add the remaining prompt-lookup tokens as a branch for the outcome that the lookup predicts.
+        """Add the remaining tokens of the lookup as a branch for the outcome that the lookup predicts.
 
         If the pending round verifies the target worker's own draft, any number of its tokens may be accepted.
         """
@@ -145,9 +149,9 @@ class Drafts(DraftItems):
         return self._draft_ids or self._lookup_ids
 
     @property
-    def is_from_model(self) -> bool:
-        """Whether the draft model proposed the tokens to verify."""
-        return bool(self._draft_ids)
+    def method(self) -> DraftMethod:
+        """Method that proposed the tokens to verify, if there are any."""
+        return DraftMethod.MODEL if self._draft_ids else self.plan.lookup.source.method
 
     @property
     def max_num_tokens(self) -> int:
@@ -157,14 +161,15 @@ class Drafts(DraftItems):
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The tokens of the prompt lookup that remain since the round was planned."""
-        sequence, looked_up = self.sequence, self.plan.lookup_ids
-        if not looked_up:
+        """The next tokens of the lookup, if the tokens gained since it was planned agree with it."""
+        sequence, limit, looked_up = self.sequence, len(self.plan.lookup_ids), self.plan.lookup.token_ids
+        if not limit:
             return ()
         gained, pending_gain = tuple(sequence.token_ids[self._planned_length :]), sequence.target.max_pending_gain
         if gained != looked_up[: len(gained)] or pending_gain > 1:
             return ()
-        return looked_up[len(gained) + pending_gain :][: max(0, sequence.max_num_draft_tokens)]
+        start = len(gained) + pending_gain
+        return looked_up[start : start + max(0, min(limit, sequence.max_num_lookup_tokens))]
 
     def select(self) -> tuple[int, int] | None:
         """Select the branch that matches the round before. Return its outcome; None if there were no branches."""

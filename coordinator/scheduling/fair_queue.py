@@ -79,7 +79,7 @@ class FairQueue:
 
     def __init__(self, by_length: bool = False) -> None:
         self.tokens = 0
-        """Prompt tokens of all waiting sequences."""
+        """Tokens of the prompts and predictions of all waiting sequences."""
         self._waiting: dict[int, Sequence] = {}
         self._places: dict[int, tuple[_Client, Request]] = {}
         """By sequence, waiting or in the window."""
@@ -222,7 +222,7 @@ class FairQueue:
         self._waiting.update(waiting)
         self._preempted += sum(sample.is_preempted for sample in samples)
         self._places.update(dict.fromkeys(waiting, (client, request)))
-        self.tokens += sum(sample.prompt_length for sample in samples)
+        self.tokens += sum(sample.num_queued_tokens for sample in samples)
         self._settle(client, request)
         return request
 
@@ -256,7 +256,7 @@ class FairQueue:
         del self._waiting[sequence.sequence_id], request.waiting[sequence.sequence_id]
         client.waiting -= 1
         self._preempted -= sequence.is_preempted
-        self.tokens -= sequence.prompt_length
+        self.tokens -= sequence.num_queued_tokens
         return client, request
 
     def _settle(self, client: _Client, request: Request) -> None:
@@ -283,5 +283,5 @@ class FairQueue:
         running = len(self._places) - len(self._waiting)
         assert sum(client.running for client in clients) == running == sum(request.running for request in requests)
         assert self._preempted == sum(sequence.is_preempted for sequence in self), "preempted sequences are miscounted"
-        assert self.tokens == sum(sequence.prompt_length for sequence in self), "tokens are miscounted"
+        assert self.tokens == sum(sequence.num_queued_tokens for sequence in self), "tokens are miscounted"
         assert len(self._turns) == sum(client.waiting > 0 for client in clients), "a client has no turn"

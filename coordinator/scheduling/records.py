@@ -17,7 +17,13 @@ class SpeculationStats:
     histogram: list[int] = field(default_factory=list)
     """At index i: rounds that accepted exactly i draft tokens."""
 
+    accepted_prediction_tokens: int = 0
+    """Accepted draft tokens from the request's prediction."""
+    rejected_prediction_tokens: int = 0
+    """Other draft tokens from it."""
+
     def add(self, drafted: int, accepted: int) -> None:
+        """Add a round, including forced tokens."""
         if drafted == 0:
             return
         self.rounds += 1
@@ -25,6 +31,11 @@ class SpeculationStats:
         self.accepted_tokens += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
+
+    def add_prediction(self, drafted: int, accepted: int) -> None:
+        """Add a round that drafted from the request's prediction."""
+        self.accepted_prediction_tokens += accepted
+        self.rejected_prediction_tokens += drafted - accepted
 
     @property
     def mean_acceptance_length(self) -> float:

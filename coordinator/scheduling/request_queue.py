@@ -42,14 +42,14 @@ class RequestQueue(Registry[Window]):
         (key,) = {sample.request.key for sample in new}
         if key in self.requests:
             raise DuplicateRequestError(key)
-        check, tokens = partial(self._check_limits, key[0], len(new)), sum(sample.prompt_length for sample in new)
+        check, tokens = partial(self._check_limits, key[0], len(new)), sum(sample.num_queued_tokens for sample in new)
         try:
             check(tokens, entering=0)
         except QueueLimitError:  # counting the sequences that enter takes longer, so do it only if needed
             places = sum(window.capacity for window in self._usable_windows)
             waiting = list(islice(chain(self.waiting, new), places))
             entering = self._count_fitting(waiting)
-            entering_tokens = sum(sample.prompt_length for sample in waiting[:entering])
+            entering_tokens = sum(sample.num_queued_tokens for sample in waiting[:entering])
             check(tokens - entering_tokens, entering=entering)
         self.add(new)
 

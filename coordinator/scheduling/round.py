@@ -15,10 +15,14 @@ from coordinator.scheduling.features import limit_propose_items, limit_verify_it
 from coordinator.scheduling.prefill import Catchup, share_prefill, timely_budget, with_short_background
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.verification import Verification
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import DraftPlan
 from specpool.protocol.features import WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.worker_info import WorkerInfo
+
+Limits = Callable[[DraftModel | None], WorkerInfo | None]
+"""Returns what the workers of a draft model can do. None if none is ready, or without a model."""
 
 
 class Round:
@@ -71,22 +75,32 @@ class Round:
 
     # --- Propose
 
-    def propose_items(self, worker: WorkerInfo) -> list[ProposeItem]:
-        """Items for the draft worker, to draft before the verification."""
-        return self._draft_items(worker, lambda drafts, count: drafts.propose_item(count, worker))
+    @property
+    def models(self) -> dict[int, DraftModel | None]:
+        """The draft model of each sequence."""
+        return {i: drafts.sequence.draft.model for i, drafts in self._drafts.items()}
 
-    def ahead_items(self, worker: WorkerInfo) -> list[ProposeItem]:
-        """Items for the draft worker, to draft branches during the verification. Call after `verify_items`."""
+    def propose_items(self, limits: Limits) -> list[ProposeItem]:
+        """Items for the draft workers, to draft before the verification."""
+        return self._draft_items(limits, lambda drafts, count, worker: drafts.propose_item(count, worker))
 
-        def build(drafts: Drafts, count: int) -> ProposeItem | None:
+    def ahead_items(self, limits: Limits) -> list[ProposeItem]:
+        """Items for the draft workers, to draft branches during the verification. Call after `verify_items`."""
+
+        def build(drafts: Drafts, count: int, worker: WorkerInfo) -> ProposeItem | None:
             verified = self._verifications[drafts.sequence.sequence_id].unverified_ids
             return drafts.ahead_item(count, verified, worker)
 
-        return self._draft_items(worker, build)
+        return self._draft_items(limits, build)
 
-    def _draft_items(self, worker: WorkerInfo, build: Callable[[Drafts, int], ProposeItem | None]) -> list[ProposeItem]:
-        unfinished = [drafts for drafts in self._drafts.values() if drafts.sequence.finish is None]
-        missing = {drafts: count for drafts in unfinished if (count := drafts.catchup(worker))}
+    def _draft_items(
+        self, limits: Limits, build: Callable[[Drafts, int, WorkerInfo], ProposeItem | None]
+    ) -> list[ProposeItem]:
+        workers: dict[Drafts, WorkerInfo] = {}
+        for drafts in self._drafts.values():
+            if drafts.sequence.finish is None and (worker := limits(drafts.sequence.draft.model)) is not None:
+                workers[drafts] = worker
+        missing = {drafts: count for drafts, worker in workers.items() if (count := drafts.catchup(worker))}
         # Tokens that are recomputed with their states are no prefill, which would wait for other sequences.
         recomputed = {drafts: drafts.sequence.num_recomputed for drafts in missing}
         catchups = [(drafts.sequence, max(1, count - recomputed[drafts])) for drafts, count in missing.items()]
@@ -96,7 +110,7 @@ class Round:
             for drafts, count in missing.items()
             if (share := shares.get(drafts.sequence.sequence_id, 0))
         }
-        built = (build(drafts, counts.get(drafts, 0)) for drafts in unfinished)
+        built = (build(drafts, counts.get(drafts, 0), worker) for drafts, worker in workers.items())
         items = [item for item in built if item is not None]
         if self.features is not None:
             limit_propose_items(items)

@@ -12,7 +12,7 @@ from coordinator.scheduling.records import Blame, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.protocol.prefixes import PageDigests
-from specpool.protocol.rounds import Branch
+from specpool.protocol.rounds import LOOKUP_FACTOR, Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
@@ -63,11 +63,18 @@ class GenerationRequest:
     method: DraftMethod = DraftMethod.MODEL
     priority: int = 0
     """Lower runs earlier, among the waiting requests of one client."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the client expects in the answer."""
     cache_salt: str = ""
     client: str = ""
     """The caller, who owns its request ids and cached prefixes."""
     is_background: bool = False
     """Runs in room that other requests leave. Uses and leaves no cached prefixes, and counts in no statistics."""
+
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        """Maximum lookup tokens per round. They take no draft steps, so adaptive lengths allow more of them."""
+        return self.num_speculative_tokens * (LOOKUP_FACTOR if self.adaptive else 1)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -153,6 +160,11 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that count towards the limit of the queue."""
+        return self.prompt_length + len(self.request.prediction)
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
@@ -214,13 +226,23 @@ class Sequence:
     @property
     def next_length(self) -> int:
         """Maximum number of positions after the next round."""
-        length = len(self.token_ids) + self.target.max_pending_gain + self.request.num_speculative_tokens
+        length = len(self.token_ids) + self.target.max_pending_gain + self.request.max_num_lookup_tokens
         return min(self.max_length, length)
 
     @property
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every round gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.remaining - self.target.max_pending_gain - 1)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that pending rounds yield if their draft tokens are accepted."""
+        return self.target.likely_pending_gain
+
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        """Like `max_num_draft_tokens`, for lookup tokens after the pending ones."""
+        return min(self.request.max_num_lookup_tokens, self.remaining - self.num_pending_tokens - 1)
 
     @property
     def max_num_own_draft_tokens(self) -> int:

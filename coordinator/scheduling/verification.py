@@ -169,6 +169,8 @@ class Verification:
         all_accepted = len(kept) - 1
         accepted = min(all_accepted, drafted)
         sequence.speculation.add(drafted + forced, all_accepted)
+        if drafted and drafts.method is DraftMethod.PREDICTION:
+            sequence.speculation.add_prediction(drafted, accepted)
         return Commit(
             sequence,
             tuple(kept),
@@ -176,7 +178,7 @@ class Verification:
             verdict.logprobs[: len(kept)],
             drafted,
             accepted,
-            method=None if not drafted else DraftMethod.MODEL if drafts.is_from_model else DraftMethod.NGRAM,
+            method=drafts.method if drafted else None,
             proposal=drafts.proposal,
             lookup=drafts.plan.lookup,
             branch=index,

@@ -12,6 +12,7 @@ from coordinator.lanes.lanes import Lanes
 from coordinator.prompts.constraint_reader import ConstraintReader
 from coordinator.prompts.description import TokenizerDescription
 from coordinator.prompts.tokenizer_pool import TokenizerPool
+from coordinator.recording.recorder import Recorder, recorder_of
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import Latencies, RequestsInFlight
 from coordinator.requests.traces import Traces
@@ -25,7 +26,7 @@ from coordinator.scheduling.text import TextStream
 from coordinator.serving.auditor import DEFAULT_SHARE, Auditor
 from coordinator.workers.interface import MismatchError
 from coordinator.workers.target_link import TargetLink
-from specpool.drafting.lookup import PromptLookup
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -34,6 +35,7 @@ from specpool.protocol.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from specpool.protocol.recordings import Header
 from specpool.protocol.worker_info import WorkerInfo, readable_name
 from specpool.rpc.observability.tracing import Tracer
 
@@ -66,9 +68,10 @@ class Coordinator:
             mixes_lengths=settings.policy == "ragged",
         )
         self.auditor = Auditor(room, self.generate, self._abort, lambda: self.audit_share)
-        lookup = PromptLookup(settings.lookup_store_tokens)
+        self.recorder: Recorder | None = recorder_of(settings)
+        sources = DraftSources(settings.lookup_store_tokens)
         shared = Shared(
-            settings, self.queue, self.in_flight, self.traces, lookup, self.auditor.yield_room, self.cache_events
+            settings, self.queue, self.in_flight, self.traces, sources, self.auditor.yield_room, self.cache_events
         )
         self.counters = shared.counters
         self.lanes = Lanes(shared, self.tokenizers)
@@ -166,6 +169,9 @@ class Coordinator:
             for sequence in sequences:
                 self._abort(sequence)
                 self.auditor.offer(sequence)
+                if self.recorder is not None and (model := self.model) is not None:
+                    fingerprints = model.tokenizer_fingerprint, model.weights_fingerprint
+                    self.recorder.offer(sequence, Header(self.served_model_name, *fingerprints))
             self.in_flight.discard(generation)
             log.debug("request finished: %s", generation)
 
@@ -180,6 +186,8 @@ class Coordinator:
     async def close(self) -> None:
         await self.tokenizers.close()
         await self.lanes.close()
+        if self.recorder is not None:
+            await self.recorder.close()
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:

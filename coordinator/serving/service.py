@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from coordinator.lanes.draft_states import draft_states
 from coordinator.requests.generation import Sample
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
+from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.states import LinkState, Recent
 from specpool.environment.process import package_version
@@ -89,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         loads = dict(zip(links, await asyncio.gather(*map(_load, links)), strict=True))
         # From here on nothing waits: lanes come, go and change roles.
         lanes, standby = list(coordinator.lanes), coordinator.lanes.standby
+        draft_models = draft_states(lanes)
         drafts = [_draft_state(link, info, loads) for link, info in coordinator.lanes.drafts]
         return pb.GetServerInfoResponse(
             version=package_version(),
@@ -102,6 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             targets=[_worker_state(lane.link, loads) for lane in lanes],
             draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
             draft_workers=drafts,
+            drafts=[pb.DraftModelState(**vars(state)) for state in draft_models],
             standby=_worker_state(standby.link, loads) if standby is not None else None,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,
@@ -160,6 +164,8 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             prompt_tokens=sequence.prompt_length,
             completion_tokens=sequence.num_generated,
             cached_tokens=sequence.cached_tokens,
+            accepted_prediction_tokens=speculation.accepted_prediction_tokens,
+            rejected_prediction_tokens=speculation.rejected_prediction_tokens,
         ),
         speculative_decoding=pb.SpeculativeDecodingStats(
             mean_acceptance_length=speculation.mean_acceptance_length,
@@ -197,7 +203,10 @@ def _draft_state(link: WorkerLink, info: WorkerInfo | None, loads: Loads) -> pb.
 
 
 def _state(link: WorkerLink, info: WorkerInfo | None, load: common_pb2.WorkerLoad | None) -> pb.WorkerState:
-    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=_model(info), load=load)
+    draft = link.model.name if isinstance(link, DraftLink) and link.model is not None else ""
+    return pb.WorkerState(
+        address=link.address, state=link.state, reason=link.reason, model=_model(info), load=load, draft=draft
+    )
 
 
 def _model(info: WorkerInfo | None) -> common_pb2.ModelInfo | None:

@@ -1,19 +1,18 @@
-"""Several draft workers that serve the coordinator as one."""
+"""Several draft workers, of one draft model or more, that serve the coordinator as one."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
+from coordinator.workers.draft_calls import DraftCalls, Parts, chances
 from coordinator.workers.draft_link import DraftLink
-from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.draft_roster import DraftRoster
 from coordinator.workers.link import RENEWED
 from coordinator.workers.placement import Placement
-from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes, Timed
-from specpool.drafting.outcome import draft_steps
+from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
-from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.discovery import Discovery, Endpoint
 
 log = logging.getLogger(__name__)
@@ -23,12 +22,10 @@ PREFIX_TOKENS = 16
 
 Answers = dict[int, Proposal]
 """Proposals by sequence id."""
-Parts = dict[DraftLink, list[ProposeItem]]
-"""The items of a round by draft worker."""
 
 
 class DraftGroup:
-    """Draft workers, each with the caches of some sequences.
+    """Draft workers, each with the caches of some sequences. A sequence stays with the workers of its draft model.
 
     A failing worker only costs the drafts of its own sequences. They move to another worker, which rebuilds the caches.
     """
@@ -46,12 +43,8 @@ class DraftGroup:
         """Sequences whose worker has not been told to begin at position 0 yet. It may have an old cache."""
         self._full_until: dict[DraftLink, int] = {}
         """First round that may place sequences again on a worker that had no free slot."""
-        self._shared_info = WorkerInfo()
-        self._infos: list[WorkerInfo] = []
-        """Descriptions of the ready workers, from which `_shared_info` was computed."""
-        self._shared_times = StepTimes(UNKNOWN_DRAFT)
-        self._times: list[StepTimes] = []
-        """Step times of the ready workers, from which `_shared_times` was computed."""
+        self._calls = DraftCalls(self._release_moved)
+        self.roster = DraftRoster(self._links.values)
 
     @property
     def links(self) -> list[DraftLink]:
@@ -66,74 +59,57 @@ class DraftGroup:
         return any(link.is_ready for link in self._links.values())
 
     @property
-    def info(self) -> WorkerInfo:
-        """What all ready workers can do. Available once one has been ready."""
-        infos = [link.info for link in self._ready or self.links if link.info is not None]
-        if len(infos) == 1:
-            return infos[0]
-        if infos != self._infos:
-            self._infos, self._shared_info = infos, _common(infos)
-        return self._shared_info
-
-    @property
     def hosts_and_devices(self) -> frozenset[tuple[str, str]]:
         return frozenset().union(*(link.hosts_and_devices for link in self._links.values()))
 
     @property
     def step_times(self) -> StepTimes:
-        """Times of steps whose rows the ready workers share. A new object whenever one of them is new."""
-        times = [link.step_times for link in self._ready]
-        if len(times) == 1:
-            return times[0]
-        if times and times != self._times:
-            self._times, self._shared_times = times, StepTimes.in_parallel(times)
-        return self._shared_times
+        """See `DraftRoster.step_times`."""
+        return self.roster.step_times(self._placement.count)
 
     async def propose(
         self,
         round_id: int,
         items: Sequence[ProposeItem],
-        chances: Iterable[float] = (),
+        models: Mapping[int, DraftModel | None],
         step_cost: float = 0.0,
         traceparent: str = "",
     ) -> tuple[list[Proposal], Timed]:
         """Run a draft round on all workers with sequences in it, and return the proposals in the order of the items.
 
-        Sequences of a worker that fails have no proposal. Raises WorkerUnreachableError or WorkerRefusedError if all
-        fail. The duration is that of the slowest worker. For the arguments see `DraftLink.propose`.
+        `models`: the draft model of each sequence. Sequences without a model, or whose worker fails or is late, have no
+        proposal. Raises WorkerUnreachableError or WorkerRefusedError if all fail. The duration is that of the slowest
+        worker of the draft with the most sequences. For the other arguments see `DraftLink.propose`.
         """
         if self._only is not None:
-            return await self._only.propose(round_id, [*items], chances, step_cost, traceparent)
-        parts, answers = self._split(round_id, items)
-        chances = [*chances]
-        calls = (link.propose(round_id, own, chances, step_cost, traceparent) for link, own in parts.items())
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures and len(failures) == len(results) and not answers:
+            return await self._only.propose(round_id, [*items], chances(self._only), step_cost, traceparent)
+        parts, answers = self._split(round_id, items, models)
+        learns = len(self._ready) > 1
+        proposals, slowest, failures = await self._calls.send(round_id, parts, step_cost, traceparent, learns=learns)
+        for link, own in proposals.items():
+            answers |= self._answers(round_id, link, parts[link], own)
+        if failures and not answers:
             raise failures[0]
-        slowest = Timed()
-        for (link, own), result in zip(parts.items(), results, strict=True):
-            if isinstance(result, BaseException):
-                if not isinstance(result, WorkerUnreachableError | WorkerRefusedError):  # those are logged by the link
-                    log.error("proposal of the draft worker at %s failed", link.address, exc_info=result)
-                continue
-            proposals, timed = result
-            slowest = max(slowest, timed, key=lambda each: each.elapsed)
-            if len(self._ready) > 1:
-                link.step_times.observe_steps(draft_steps(own, proposals), timed.forward)
-            answers |= self._answers(round_id, link, own, proposals)
         return [answers[item.sequence_id] for item in items if item.sequence_id in answers], slowest
 
-    def _split(self, round_id: int, items: Iterable[ProposeItem]) -> tuple[Parts, Answers]:
+    def _release_moved(self, link: DraftLink, sequence_ids: Iterable[int]) -> None:
+        """Release sequences that have ended or moved, since a late call may have taken their slots again."""
+        link.release_soon([i for i in sequence_ids if self._placement.worker_of(i) is not link])
+
+    def _split(
+        self, round_id: int, items: Iterable[ProposeItem], models: Mapping[int, DraftModel | None]
+    ) -> tuple[Parts, Answers]:
         """Assign the items to workers. Answer those that no worker can serve in this round."""
         parts: Parts = {}
         answers: Answers = {}
         for item in items:
-            sequence_id = item.sequence_id
+            sequence_id, model = item.sequence_id, models[item.sequence_id]
+            if model is None:
+                continue
             before = self._placement.worker_of(sequence_id)
             # A worker keeps its sequences while it reconnects with new certificates.
-            is_kept = before is not None and (before.is_ready or before.reason == RENEWED)
-            link = before if is_kept else self._place(item, round_id)
+            is_kept = before is not None and before.model is model and (before.is_ready or before.reason == RENEWED)
+            link = before if is_kept else self._place(item, round_id, model)
             if link is None:
                 if before is None:
                     answers[sequence_id] = Proposal(sequence_id, ItemStatus.NO_SLOT)
@@ -142,26 +118,27 @@ class DraftGroup:
                 self._moved.add(sequence_id)
             if item.base_length and sequence_id in self._moved:
                 answers[sequence_id] = Proposal(sequence_id, ItemStatus.CACHE_MISS)
-            elif link.is_ready:
+            elif link.is_ready and not self._calls.is_late(link):
                 self._moved.discard(sequence_id)
                 parts.setdefault(link, []).append(item)
         return parts, answers
 
-    def _place(self, item: ProposeItem, round_id: int) -> DraftLink | None:
-        """Place a sequence on a ready worker with a free slot. None if there is none."""
-        if not (workers := self._with_room(round_id)):
+    def _place(self, item: ProposeItem, round_id: int, model: DraftModel) -> DraftLink | None:
+        """Place a sequence on a ready worker of its model with a free slot. None if there is none."""
+        if not (workers := self._with_room(round_id, model)):
             return None
         self._remove(item.sequence_id)
         shares = item.cache_namespace is not None and len(item.token_ids) > PREFIX_TOKENS
         prefix = (item.cache_namespace, item.token_ids[:PREFIX_TOKENS]) if shares else None
         return self._placement.place(item.sequence_id, workers, prefix)
 
-    def _with_room(self, round_id: int) -> list[DraftLink]:
-        """The ready workers that can take one more sequence, as far as this coordinator knows."""
+    def _with_room(self, round_id: int, model: DraftModel | None) -> list[DraftLink]:
+        """The ready workers of a model that can take one more sequence, as far as this coordinator knows."""
         return [
             link
             for link in self._ready
-            if link not in self._leaving
+            if link.model is model
+            and link not in self._leaving
             and round_id >= self._full_until.get(link, 0)
             and link.info is not None
             and self._placement.count(link) < link.info.slots_total
@@ -179,7 +156,7 @@ class DraftGroup:
         for item in refused:
             self._full_until[link] = round_id + DRAFT_BACKOFF_ROUNDS
             self._remove(item.sequence_id)
-        if refused and self._with_room(round_id):
+        if refused and self._with_room(round_id, link.model):
             for item in refused:
                 del answers[item.sequence_id]
                 if item.base_length:
@@ -232,17 +209,6 @@ class DraftGroup:
         await link.close()
 
     async def close(self) -> None:
+        self._calls.cancel()
         for link in self.links:
             await link.close()
-
-
-def _common(infos: Sequence[WorkerInfo]) -> WorkerInfo:
-    """Return what all workers can do. They get no hidden states if they read different ones."""
-    same_features = len({info.features for info in infos}) == 1
-    return replace(
-        infos[0],
-        vocab_size=min(info.vocab_size for info in infos),
-        max_model_len=min(info.max_model_len for info in infos),
-        max_branches=min(info.max_branches for info in infos),
-        feature_layers=infos[0].feature_layers if same_features else (),
-    )

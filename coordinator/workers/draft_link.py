@@ -13,6 +13,7 @@ from coordinator.workers.link import WorkerLink, shortened, status_text, timed
 from coordinator.workers.states import Backoff, LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.drafting.costs import UNKNOWN_DRAFT, Timed
+from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.codec import propose_request, use_tokenizer_request
 from specpool.protocol.responses import (
     InvalidResponseError,
@@ -45,9 +46,15 @@ class DraftLink(WorkerLink):
 
     role = "draft"
     _unknown_times = UNKNOWN_DRAFT
+    model: DraftModel | None
+    """Its draft model. None until the worker has been ready."""
 
-    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
+    def __init__(
+        self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target, label: str = ""
+    ) -> None:
+        """`label`: the operator's name for its draft."""
         super().__init__(connector, coordinator_id, timeout_seconds)
+        self.label, self.model = label, None
         self._target = target
         self._rounds_served = 0
         """Rounds since the worker was last unavailable."""

@@ -1,12 +1,13 @@
 """The workers as the rest of the coordinator sees them, and the errors of calls to them. The links implement this."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from specpool.drafting.costs import StepTimes, Timed
-from specpool.protocol.features import WantedFeatures
+from specpool.drafting.draft_models import DraftModel
+from specpool.protocol.features import FeatureSpec, WantedFeatures
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
@@ -86,16 +87,33 @@ class Target(Worker, Protocol):
     async def check_rounds(self, instance_id: str) -> None: ...
 
 
+class Roster(Protocol):
+    """The draft models of the draft workers, such as `coordinator.workers.draft_roster.DraftRoster`."""
+
+    @property
+    def models(self) -> list[DraftModel]: ...
+    def limits(self, model: DraftModel | None) -> WorkerInfo | None: ...
+    @property
+    def max_branches(self) -> int: ...
+    @property
+    def features(self) -> FeatureSpec | None: ...
+
+
 class Draft(Worker, Protocol):
-    """The draft worker, such as `DraftLink`, or several, as `coordinator.workers.draft_group.DraftGroup`."""
+    """The draft workers, as `coordinator.workers.draft_group.DraftGroup`."""
 
     @property
     def is_ready(self) -> bool: ...
     @property
-    def info(self) -> WorkerInfo: ...
+    def roster(self) -> Roster: ...
     def release_soon(self, sequence_ids: Iterable[int]) -> None: ...
     async def propose(
-        self, round_id: int, items: list[ProposeItem], chances: Iterable[float], step_cost: float, traceparent: str
+        self,
+        round_id: int,
+        items: list[ProposeItem],
+        models: Mapping[int, DraftModel | None],
+        step_cost: float,
+        traceparent: str,
     ) -> tuple[list[Proposal], Timed]: ...
 
 

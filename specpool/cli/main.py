@@ -7,7 +7,8 @@ from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings
 from specpool.cli.demo import DemoSettings, demo
-from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.generate import generate
+from specpool.cli.generate_settings import GenerateSettings
 from specpool.cli.processes import SPIN_COUNT, ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import up

@@ -20,6 +20,8 @@ from specpool.rpc.security.settings import ServerSecurity
 MAX_MESSAGES = 4
 
 WORKER = " worker"
+MODEL_FLAGS = {"draft": "draft", "canary": "draft_canary"}
+"""Flags with the models of draft workers, by role."""
 DEFAULT_HOST = ListeningSettings.model_fields["host"].default
 
 
@@ -86,8 +88,8 @@ def check_services(services: list[Service]) -> None:
             if WORKER in service.name:
                 role = service.name.partition(WORKER)[0]
                 options.setdefault(role, []).append(_check_options(role, service))
-        if "draft" in options:
-            check_pair(options["target"][0], options["draft"][0], translates=True)
+        for role in [role for role in MODEL_FLAGS if role in options]:
+            check_pair(options["target"][0], options[role][0], {"draft": MODEL_FLAGS[role]}, translates=True)
         workers = [(role, each) for role, of_role in options.items() for each in of_role]
         for one, other in combinations(workers, 2):
             _check_shared_gpu(one, other)
@@ -99,8 +101,10 @@ def _check_options(role: str, worker: Service) -> TargetOptions:
     given = {name: value for name, value in worker.settings.items() if name in TargetOptions.model_fields}
     options = TargetOptions(**{name: value for name, value in given.items() if value is not None})
     devices = f"{role}_devices" if options.tensor_parallel > 1 or role == "standby" else f"{role}_device"
-    names = {"model": role, "device": devices, **own_names("draft" if role == "draft" else "target")}
-    if role == "draft":
+    is_draft = role in MODEL_FLAGS
+    devices = "draft_device" if is_draft else devices
+    names = {"model": MODEL_FLAGS.get(role, role), "device": devices, **own_names("draft" if is_draft else "target")}
+    if is_draft:
         check_options(options, names)
     else:
         check_target(options, names)
@@ -118,10 +122,10 @@ def _check_shared_gpu(*workers: tuple[str, EngineOptions]) -> None:
     if not shared or not unbounded:
         return
     names = f"{role}s" if role == other_role else f"{role} and {other_role}"
-    remedies = {"target": "each a --target-device", "draft": "--draft-device", "standby": "--standby-devices"}
+    remedies = {"target": "each a --target-device", "standby": "--standby-devices"}
     reason = f"must be given, since {names} share {', '.join(sorted(shared))} and each needs a KV cache"
-    setting = "draft_kv_memory" if unbounded[0] == "draft" else "target_kv_memory"
-    raise InvalidOptionError(setting, f"{reason}; or give {remedies[other_role]}")
+    setting = "draft_kv_memory" if unbounded[0] in MODEL_FLAGS else "target_kv_memory"
+    raise InvalidOptionError(setting, f"{reason}; or give {remedies.get(other_role, '--draft-device')}")
 
 
 def _gpus(options: EngineOptions) -> set[str]:

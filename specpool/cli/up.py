@@ -1,4 +1,4 @@
-"""`specpool up`: HTTP server, coordinator, target workers, draft workers and perhaps a standby, one process each.
+"""`specpool up`: HTTP server, coordinator, target and draft workers, perhaps a canary and a standby, one process each.
 
 On a GPU, target workers carry the draft by default, and no draft workers start.
 """
@@ -31,6 +31,9 @@ from specpool.rpc.security.settings import ServerSecurity
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
 """Settings of the carried draft, which target workers take under the same names."""
+CANARY = "canary"
+LIKE = {"standby": "target", CANARY: "draft"}
+"""Roles with the settings of another role."""
 UNNUMBERED = {"target worker", "draft worker"}
 """Workers that log under the default name of their process."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
@@ -49,18 +52,15 @@ def models_of(settings: UpSettings) -> tuple[str, str | None]:
 
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     """Return the processes for these models, in starting order."""
-    given = {"target": target, "draft": draft, "standby": target if settings.standby else None}
+    given = {"target": target, "draft": draft, CANARY: settings.draft_canary}
+    given["standby"] = target if settings.standby else None
     models = {role: model for role, model in given.items() if model is not None}
     roles = models.keys() - ({"draft"} if settings.is_colocated else set())
-    numbers = {role: range(1, _count(settings, role) + 1) for role in models if role in roles}
+    numbers = {role: _numbers(settings, role) for role in models if role in roles}
     ports = count(free_port(sum(map(len, numbers.values()))))
     workers = {
         role: [_worker(role, number, models, next(ports), settings) for number in each]
         for role, each in numbers.items()
-    }
-    addresses = {
-        "target_standby" if role == "standby" else role: ",".join(worker.address for worker in each)
-        for role, each in workers.items()
     }
     port = settings.port or free_port()
     flags = _common(settings, COORDINATOR) | {
@@ -70,7 +70,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
         "metrics_port": settings.metrics_port,
         "worker_tls": False,
         "served_model_name": settings.served_model_name or (EMBEDDED_NAME if settings.target is None else None),
-        **{f"{role}_address": address for role, address in addresses.items()},
+        **_addresses(workers),
     }
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
     address = join_address(LOOPBACK.get(settings.host, settings.host), port)
@@ -79,25 +79,45 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     return [*chain.from_iterable(workers.values()), coordinator]
 
 
+def _addresses(workers: Mapping[str, list[Service]]) -> dict[str, str]:
+    """Return the coordinator's address settings. With a canary, the draft workers are named after their drafts."""
+    addresses = {role: [worker.address for worker in each] for role, each in workers.items()}
+    if (canary := addresses.pop(CANARY, None)) is not None:
+        named = {"current": addresses["draft"], CANARY: canary}
+        addresses["draft"] = [f"{name}={address}" for name, each in named.items() for address in each]
+    names = {"standby": "target_standby"}
+    return {f"{names.get(role, role)}_address": ",".join(each) for role, each in addresses.items()}
+
+
 def _count(settings: UpSettings, role: str) -> int:
     return int(getattr(settings, f"{role}s", 1))
 
 
+def _numbers(settings: UpSettings, role: str) -> range:
+    """Return the numbers of a role's workers. A canary follows the other draft workers."""
+    first = settings.drafts + 1 if role == CANARY else 1
+    return range(first, first + _count(settings, role))
+
+
 def _slots(settings: UpSettings, role: str) -> int:
     """Return the sequences of a worker: max_num_seqs, or a draft's share of the sequences of more targets."""
-    share = max(1, settings.targets / settings.drafts) if role == "draft" else 1
+    workers = {"draft": settings.drafts, CANARY: 1}.get(role, settings.targets)
+    share = max(1, settings.targets / workers)
     return min(MAX_NUM_SEQS, math.ceil(share * settings.max_num_seqs))
 
 
 def _worker(role: str, number: int, models: Mapping[str, str], port: int, settings: UpSettings) -> Service:
     """Return the worker with this number, from 1."""
-    like = "target" if role == "standby" else role  # a standby has the target's settings
+    like = LIKE.get(role, role)
     own = {name: getattr(settings, of_up, None) for name, of_up in own_names(like).items()}
+    if role == CANARY:
+        own["revision"] = None
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
-    flags |= _device(getattr(settings, f"{like}_device"), number, _count(settings, role), settings.threads)
+    workers = settings.draft_workers if like == "draft" else _count(settings, role)
+    flags |= _device(getattr(settings, f"{like}_device"), number, workers, settings.threads)
     flags |= {"model": models[role], "port": port, "max_sequences": _slots(settings, role)}
-    if role == "draft" and settings.target_revision is None:
+    if like == "draft" and settings.target_revision is None:
         flags["target_model"] = models["target"]
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:

@@ -43,6 +43,11 @@ class UpSettings(ListeningSettings):
         description='draft: hub id, folder or GGUF file; "none": prompt lookup only; default: the embedded pair\'s '
         "if the target is",
     )
+    draft_canary: str | None = Field(
+        None,
+        min_length=1,
+        description="second draft, compared with the first one: hub id, folder or GGUF file, in one more worker",
+    )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]
     targets: int = Field(1, ge=1, le=MAX_WORKERS, description="target workers, which share the sequences")
@@ -114,10 +119,13 @@ class UpSettings(ListeningSettings):
     )
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
+    draft_share: str | None = COORDINATOR["draft_share"]
     smg: bool = COORDINATOR["smg"]
     chat_template: Path | None = COORDINATOR["chat_template"]
     reasoning_tags: str = COORDINATOR["reasoning_tags"]
     audit_share: float | None = COORDINATOR["audit_share"]
+    record: Path | None = COORDINATOR["record"]
+    record_share: float | None = COORDINATOR["record_share"]
 
     @field_validator("target_devices", "standby_devices")
     @classmethod
@@ -138,9 +146,13 @@ class UpSettings(ListeningSettings):
             )
         if max(self.targets, self.drafts) > 1:
             self._check_counts()
+        if self.draft_canary is not None and not self.has_draft:
+            raise ValueError("draft_canary needs a draft")
+        if self.draft_share is not None and self.draft_canary is None:
+            raise ValueError("draft_share needs --draft-canary")
         self._check_ports()
-        for role in ("target", "draft"):
-            if (given := len(getattr(self, f"{role}_device"))) > getattr(self, f"{role}s"):
+        for role, workers in (("target", self.targets), ("draft", self.draft_workers)):
+            if (given := len(getattr(self, f"{role}_device"))) > workers:
                 sharded = " for one on each, or target_devices to shard a single one" * (role == "target")
                 raise ValueError(f"{role}_device lists {given} devices: give --{role}s {given}{sharded}")
             if None not in (getattr(self, f"{role}_kv_memory"), getattr(self, f"{role}_memory_limit")):
@@ -167,8 +179,8 @@ class UpSettings(ListeningSettings):
 
     def _check_ports(self) -> None:
         others = len(METRICS_PORTS) - (not self.standby)
-        if max(self.targets, self.drafts) > 1:
-            others = len(METRICS_PORTS) + self.targets + self.drafts - 2
+        if max(self.targets, self.draft_workers) > 1:
+            others = len(METRICS_PORTS) + self.targets + self.draft_workers - 2
         if self.metrics_port is not None and self.metrics_port + others > 65535:
             raise ValueError(f"metrics_port leaves no ports for the {others} workers")
         ports = self._ports()
@@ -201,11 +213,16 @@ class UpSettings(ListeningSettings):
         return self.draft != "none" and (self.draft is not None or self.target is None)
 
     @property
+    def draft_workers(self) -> int:
+        """Number of draft workers, unless targets carry the draft. The last one is the canary."""
+        return self.drafts + (self.draft_canary is not None)
+
+    @property
     def can_colocate(self) -> bool:
         """Whether each target worker may carry the draft."""
         devices = {exact_name(device) for device in self._first_devices}
         chosen = self.draft_device if "draft_device" in self.model_fields_set else ()
-        return self.has_draft and self.drafts == 1 and all(devices == {exact_name(device)} for device in chosen)
+        return self.has_draft and self.draft_workers == 1 and all(devices == {exact_name(device)} for device in chosen)
 
     @property
     def is_colocated(self) -> bool:
@@ -223,4 +240,4 @@ class UpSettings(ListeningSettings):
         """Return the offset of a worker's metrics port from the coordinator's. Workers are numbered from 1."""
         if number == 1:
             return METRICS_PORTS[role]
-        return len(METRICS_PORTS) + number - 1 + (self.targets - 1 if role == "draft" else 0)
+        return len(METRICS_PORTS) + number - 1 + (0 if role == "target" else self.targets - 1)

@@ -1,6 +1,6 @@
 """Prompt files: JSON lines of {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}.
 
-Lines with messages may also have "tools" and "chat_template_kwargs".
+All lines may also have a "prediction", and those with messages "tools" and "chat_template_kwargs".
 """
 
 import json
@@ -50,7 +50,9 @@ def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return why prompts cannot be read, without the path that an OSError repeats."""
+    """Return why a text cannot be read, without the path that an OSError repeats."""
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8"
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -62,13 +64,15 @@ def own_prompts() -> list[PromptLine]:
 def _parse(number: int, line: str) -> PromptLine:
     record = _record(number, line)
     is_chat = "messages" in record
-    allowed = {"id", "messages", *CHAT_OPTIONS} if is_chat else {"id", "prompt"}
+    allowed = {"id", "messages", "prediction", *CHAT_OPTIONS} if is_chat else {"id", "prompt", "prediction"}
     if unknown := record.keys() - allowed:
         raise PromptFileError(f"line {number}: unknown key {', '.join(map(json.dumps, sorted(unknown)))}")
+    for name in ("prompt", "prediction"):
+        if name in record and not isinstance(record[name], str):
+            raise PromptFileError(f'line {number}: "{name}" must be a string')
+    prediction = {name: record[name] for name in ("prediction",) if name in record}
     if not is_chat:
-        if not isinstance(record["prompt"], str):
-            raise PromptFileError(f'line {number}: "prompt" must be a string')
-        return PromptLine(record["id"], record["prompt"])
+        return PromptLine(record["id"], record["prompt"], cast(GenerateOptions, prediction))
     if not isinstance(record["messages"], list):
         raise PromptFileError(f'line {number}: "messages" must be a list')
     options = {name: record[name] for name in CHAT_OPTIONS if name in record}
@@ -76,7 +80,7 @@ def _parse(number: int, line: str) -> PromptLine:
         make_chat(record["messages"], **options)
     except TypeError as error:
         raise PromptFileError(f"line {number}: {error}") from None
-    return PromptLine(record["id"], record["messages"], cast(GenerateOptions, options))
+    return PromptLine(record["id"], record["messages"], cast(GenerateOptions, options | prediction))
 
 
 def _record(number: int, line: str) -> dict[str, Any]:

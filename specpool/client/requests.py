@@ -13,14 +13,15 @@ from specpool.v1 import generation_pb2 as pb
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 Prompt = str | Chat | Sequence[int]
 """A text, a conversation, or token ids."""
+Prediction = str | Sequence[int]
+"""A text or token ids."""
 
-
-DraftMethodName = Literal["model", "ngram", "best"]
+DraftMethodName = Literal["model", "ngram", "suffix", "prediction", "best"]
 """See `DraftMethod` in the proto files."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Fields of `GenerateRequest`, `SamplingParams` and `ChatInput`; see their comments.
+    """Fields of `GenerateRequest`, `SamplingParams`, `SpeculativeParams` and `ChatInput`; see their comments.
 
     None selects the server's default.
     """
@@ -53,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool | None
     num_speculative_tokens: int | None
     draft_method: DraftMethodName | None
+    prediction: Prediction | None
     request_id: str | None
     priority: int | None
     cache_salt: str | None
@@ -75,6 +77,8 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
         given.setdefault("seed", secrets.randbits(64))
     if "draft_method" in given:
         given["method"] = _draft_method(given.pop("draft_method"))
+    if "prediction" in given:
+        given["prediction"] = _prediction(given["prediction"])
     chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     request = pb.GenerateRequest(sampling_params=pb.SamplingParams(), speculative=pb.SpeculativeParams())
     parts: tuple[Message, ...] = (request.sampling_params, request.speculative, request)
@@ -97,6 +101,15 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat_options: Mappi
         request.text = cast(str, prompt)
     else:
         request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
+
+
+def _prediction(prediction: object) -> dict[str, object]:
+    """Return the fields of a `Prediction`."""
+    if isinstance(prediction, str):
+        return {"text": prediction}
+    if isinstance(prediction, bytes | Mapping) or not hasattr(prediction, "__getitem__"):
+        raise TypeError(f"prediction: must be text or token ids, not {type(prediction).__name__}")
+    return {"tokenized": {"input_ids": prediction}}
 
 
 def _set(message: Message, name: str, value: object) -> None:

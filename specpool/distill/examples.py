@@ -131,9 +131,11 @@ class Dialogues:
 class TargetStates:
     """Adds hidden states of the target to batches and examples. `layers`: numbers of layers; if empty, adds none."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: list[int], in_bfloat16: bool = False) -> None:
+        """`in_bfloat16`: compute matrix products in bfloat16."""
         source: Any = model
         self._body, self._device, self.layers = source.model, model.device, layers
+        self._in_bfloat16 = in_bfloat16
 
     @torch.no_grad()
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,8 @@ class TargetStates:
 
         hooks = [self._body.layers[number - 1].register_forward_hook(partial(keep, number)) for number in self.layers]
         try:
-            self._body(token_ids.to(self._device), use_cache=False)
+            with torch.autocast(self._device.type, torch.bfloat16, self._in_bfloat16):
+                self._body(token_ids.to(self._device), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -17,6 +17,7 @@ from specpool.distill.examples import Dialogues, Example, TargetStates, atomic_w
 from specpool.distill.feature_student import FeatureStudent, check_feature_target
 from specpool.distill.preparation import dialogue_files, generate_dialogues, read_target
 from specpool.distill.progress import console, counting
+from specpool.distill.recording import recorded_examples
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
 from specpool.distill.settings import CALIBRATION_DIALOGUES, INT8_FILE, PROGRAM, DistillSettings, load_settings
@@ -56,26 +57,38 @@ def distill(settings: DistillSettings) -> None:
     with naming(PROGRAM, "target", OSError, UnsupportedModelError):
         target = settings.target or str(embedded_pair().target)
         config = load_config(EngineOptions(model=target, device=settings.device))
-    layers, feature_layers = layers_for(settings, config), feature_layers_for(settings, config)
-    with naming(PROGRAM, "layers", ValueError):
-        check_target(config, layers)
-    with naming(PROGRAM, "kind", ValueError):
-        if settings.kind == "feature":
-            check_feature_target(config)
-    with naming(PROGRAM, "feature_layers", ValueError):
-        if not all(0 < layer <= config.num_hidden_layers for layer in feature_layers):
-            raise ValueError(f"must be from 1 to {config.num_hidden_layers}, the number of the target's layers")
     with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
         if (file := settings.draft_to_continue) is not None:
             initial = load_trained(file)
             check_weights(initial, config)
-            if FEATURE_LAYERS in initial and settings.kind != "feature":
+            if FEATURE_LAYERS in initial and settings.kind == "causal":
                 raise ValueError(f"{file} is a feature draft, which needs --kind feature")
+    layers, feature_layers = layers_for(settings, config), feature_layers_for(settings, config)
+    with naming(PROGRAM, "layers", ValueError):
+        check_target(config, layers)
+    with naming(PROGRAM, "kind", ValueError):
+        if feature_layers:
+            check_feature_target(config)
+    with naming(PROGRAM, "feature_layers", ValueError):
+        if not all(0 < layer <= config.num_hidden_layers for layer in feature_layers):
+            raise ValueError(f"must be from 1 to {config.num_hidden_layers}, the number of the target's layers")
     if settings.epochs:
         with naming(PROGRAM, "output", ValueError):
             checkpoint_of(settings, layers, feature_layers).check()
+    train(settings, target, layers, feature_layers, *dialogues_of(settings, target, config))
+
+
+def dialogues_of(
+    settings: DistillSettings, target: str, config: PreTrainedConfig
+) -> tuple[list[Example], list[Example]]:
+    """Return recorded or generated dialogues: those held out from training, and the others."""
+    if (folder := settings.recording) is not None:
+        with naming(PROGRAM, "from", OSError, ValueError):
+            return recorded_examples(folder, target, config.vocab_size, settings.num_dialogues, settings.held_out)
     generate_dialogues(settings, target)
-    train(settings, target, layers, feature_layers)
+    dialogues = [example for file in dialogue_files(settings) for example in Dialogues.load(file).examples()]
+    random.Random(settings.seed).shuffle(dialogues)  # short dialogues end first
+    return dialogues[: settings.held_out], dialogues[settings.held_out :]
 
 
 def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
@@ -88,12 +101,12 @@ def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]
 
 def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
     """Numbers of the target's layers after which the draft reads states; empty for a causal draft."""
-    if settings.kind == "causal":
-        return []
     file = settings.draft_to_continue
     if file is not None and FEATURE_LAYERS in (initial := load_trained(file)):
         layers: list[int] = initial[FEATURE_LAYERS].tolist()
         return layers
+    if settings.kind != "feature":
+        return []
     if settings.feature_layers is not None:
         return [int(layer) for layer in settings.feature_layers.split(",")]
     count = config.num_hidden_layers
@@ -103,25 +116,30 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
 def checkpoint_of(settings: DistillSettings, layers: list[int], feature_layers: list[int]) -> Checkpoint:
     """The checkpoint of a draft with these settings and layers."""
     began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
-    if settings.initial is not None:
-        began = {"initial": str(settings.initial.resolve())}
+    if (file := settings.draft_to_continue) is not None:
+        began = {"initial": str(file.resolve())}
     if feature_layers:
         began[FEATURE_LAYERS] = feature_layers
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
-def train(settings: DistillSettings, target: str, layers: list[int], feature_layers: list[int]) -> None:
-    """Train the draft, evaluate and save it periodically, and export it."""
+def train(
+    settings: DistillSettings,
+    target: str,
+    layers: list[int],
+    feature_layers: list[int],
+    held_out: list[Example],
+    examples: list[Example],
+) -> None:
+    """Train the draft on the examples, evaluate and save it periodically, and export it."""
     torch.manual_seed(settings.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
-    everything = [example for file in dialogue_files(settings) for example in Dialogues.load(file).examples()]
-    random.Random(settings.seed).shuffle(everything)  # short dialogues end first
-    examples = everything[settings.held_out :]
     device = pick_device(settings.device)
     # Without states to compute, only the draft needs the device.
     model = read_target(target, device if feature_layers else torch.device("cpu"), torch.float32)
-    states = TargetStates(model, feature_layers)
-    held_out = states.examples(everything[: settings.held_out])
+    in_bfloat16 = settings.precision == "bfloat16"
+    states = TargetStates(model, feature_layers, in_bfloat16)
+    held_out = states.examples(held_out)
     student = student_of(settings, model, layers, states, examples).to(device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -132,6 +150,8 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
     rng = random.Random(settings.seed + step)
     if steps:
         console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps, starting at {step:,}")
+        if settings.draft_to_continue is not None:
+            console.print(f"before training: {evaluation(student, held_out)}")
     with counting("training", "steps", steps, step) as counter:
         while step < steps:
             for plain_batch in batches(examples, settings.batch_tokens, rng):
@@ -139,7 +159,7 @@ def train(settings: DistillSettings, target: str, layers: list[int], feature_lay
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
                 unrolled = UNROLLED_STEPS if step >= (1 - UNROLLED_SHARE) * steps else 1
                 batch = drop_states(states.with_states(plain_batch), rng)
-                with torch.autocast(student.head.device.type, torch.bfloat16, settings.precision == "bfloat16"):
+                with torch.autocast(student.head.device.type, torch.bfloat16, in_bfloat16):
                     loss = distillation_loss(student, batch, unrolled)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.embedded_pair import EMBEDDED_TARGET
+from specpool.engine.models.embedded_pair import EMBEDDED_TARGET, draft_weights
 from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
 
@@ -28,6 +28,12 @@ class DistillSettings(Settings):
     dialogues: int = Field(
         20_000, ge=64, description="number of dialogues to generate, at least 64; saved in files of 16"
     )
+    recording: Path | None = Field(
+        None,
+        alias="from",
+        description="train on the answers that a coordinator recorded in this directory, and generate no dialogues; "
+        "--dialogues limits their number, newest first",
+    )
     held_out: int = Field(
         200,
         ge=8,
@@ -39,9 +45,13 @@ class DistillSettings(Settings):
     initial: Path | None = Field(
         None,
         description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "
-        "A feature draft can start from a causal one",
+        "A feature draft can start from a causal one. Default with --from and the embedded target: the embedded draft",
     )
-    kind: DraftKind = Field("causal", description="causal, or feature: a draft that reads the target's hidden states")
+    kind: DraftKind | None = Field(
+        None,
+        description="causal, or feature: a draft that reads the target's hidden states; default: the kind of "
+        "--initial, or causal",
+    )
     layers: str | None = Field(
         None,
         pattern=NUMBERS,
@@ -74,10 +84,15 @@ class DistillSettings(Settings):
 
     @property
     def draft_to_continue(self) -> Path | None:
-        """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run."""
-        if self.epochs == 0 and self.initial is None and (self.output / INT8_FILE).is_file():
+        """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run.
+
+        Raises OSError if it would be the embedded draft, and this installation lacks it.
+        """
+        if self.initial is not None:
+            return self.initial
+        if self.epochs == 0 and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
-        return self.initial
+        return draft_weights() if self.recording is not None and self.target is None else None
 
     @property
     def num_dialogues(self) -> int:
@@ -87,8 +102,7 @@ class DistillSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.epochs == 0 and not self.draft_to_continue:
-            missing = self.output / INT8_FILE
+        if self.epochs == 0 and self.initial is None and not (missing := self.output / INT8_FILE).is_file():
             raise ValueError(f"epochs: 0 only rounds a draft, but {missing} does not exist; give --initial")
         if self.feature_layers is not None and self.kind != "feature":
             raise ValueError("feature_layers: needs --kind feature")

@@ -19,7 +19,12 @@ CONFIDENCES = RATE_BINS // 3
 
 def expected_tokens(rate: float, k: int) -> float:
     """Expected tokens of a round with k draft tokens."""
-    return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
+    return 1.0 + expected_gain(repeat(rate, k))
+
+
+def expected_gain(chances: Iterable[float]) -> float:
+    """Expected number of accepted draft tokens. `chances`: see `likely_tokens`."""
+    return float(sum(accumulate(chances, mul)))
 
 
 def agreement_length(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
@@ -101,21 +106,31 @@ def rate_of(rate_bin: int) -> float:
 
 @dataclass
 class AcceptanceRates:
-    """Acceptance rates of many sequences. A new sequence starts with the overall rate."""
+    """Acceptance rates of many sequences. A new sequence starts with the rate of its draft, or else the overall one."""
 
     first_rate: float
     """Overall rate before the first draft token."""
     _overall: Acceptance = field(default_factory=Acceptance)
     _sequences: dict[int, Acceptance] = field(default_factory=dict)
+    _drafts: dict[int, Acceptance] = field(default_factory=dict)
+    """The rate of the draft of each sequence, if there are several drafts."""
+
+    def assign(self, sequence_id: int, draft: Acceptance) -> None:
+        """Let a sequence use a draft, whose rate is `draft`. Forget its rate with another draft."""
+        if self._drafts.get(sequence_id) is not draft:
+            self._sequences.pop(sequence_id, None)
+            self._drafts[sequence_id] = draft
 
     def add(self, sequence_id: int, drafted: float, accepted: float) -> None:
         """Add a round of one sequence."""
         if drafted:
             self._overall.add(drafted, accepted)
+            if sequence_id in self._drafts:
+                self._drafts[sequence_id].add(drafted, accepted)
             self._sequences.setdefault(sequence_id, Acceptance()).add(drafted, accepted)
 
     def rate(self, sequence_id: int) -> float:
-        prior = self.overall_rate
+        prior = self._drafts.get(sequence_id, self._overall).rate(self.first_rate)
         return self._sequences[sequence_id].rate(prior) if sequence_id in self._sequences else prior
 
     @property
@@ -124,3 +139,4 @@ class AcceptanceRates:
 
     def forget(self, sequence_id: int) -> None:
         self._sequences.pop(sequence_id, None)
+        self._drafts.pop(sequence_id, None)

@@ -1,17 +1,23 @@
-"""Finished answers of earlier requests, to draft the tokens that followed an earlier occurrence of a run. Pure."""
+"""Finished answers of earlier requests: finds the tokens that followed earlier occurrences of the last ones. Pure."""
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
-from specpool.drafting.ngrams import MAX_RUN, TOKENS_PER_CALL
+from specpool.drafting.suffixes import TOKENS_PER_CALL
+from specpool.drafting.votes import MAX_MATCH, Match, match_length
 
-# Minimum length of a repeated run: a single token says little about another answer.
-MIN_RUN = 2
+# Lengths of the runs to index. The longer one finds long matches among many occurrences of the shorter one.
+RUNS = (4, 2)
+# Minimum match: a single token says little about another answer.
+MIN_MATCH = min(RUNS)
+# Occurrences of each run to examine, latest first.
+MAX_OCCURRENCES = 16
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
-BUCKETS_PER_TOKEN = 8
+BUCKETS_PER_TOKEN = 4
 
 Namespace = tuple[str, str]
 """Client and salt."""
@@ -41,13 +47,16 @@ class _Answer:
 
     shelf: _Shelf
     token_ids: "memoryview[int]"
+    links: "tuple[array[int], ...]"
+    """By run length and position: the entry that the hash table had for the run before it."""
 
 
 class AnswerStore:
     """Answers of all namespaces. Requests find only answers of their own namespace.
 
-    A hash table of fixed size maps each run to its last occurrence. An evicted answer leaves its entries behind until
-    others overwrite them, so no call takes long. Each hit is compared with the answer's tokens.
+    A hash table of fixed size maps each run to its last occurrence, which links to the one before. An evicted answer
+    leaves its entries behind until others overwrite them, so no call takes long. Each hit is compared with the answer's
+    tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -68,11 +77,11 @@ class AnswerStore:
         """By bucket: `max_tokens` times the number of an answer, plus the position after the run; 0: empty."""
 
     def add(self, namespace: Namespace, token_ids: Sequence[int]) -> None:
-        """Add an answer, which later calls of `index_some` index. A repeated answer becomes the newest again."""
+        """Add an answer, which later calls of `index_some` index. A repeated answer is evicted as late as a new one."""
         max_tokens = self.max_tokens // 2
         text = array("I", token_ids[:max_tokens]).tobytes()
         length = len(text) // array("I").itemsize
-        if length <= MIN_RUN:
+        if length <= MIN_MATCH:
             return
         name, salt = namespace
         client = self._clients.pop(name, None) or _Client()
@@ -86,10 +95,11 @@ class AnswerStore:
             while self.num_tokens + length > self.max_tokens:
                 self._evict_from_idle()
             shelf.answers[text] = next(self._numbers)
-            self._answers[shelf.answers[text]] = _Answer(shelf, memoryview(text).cast("I"))
+            links = tuple(array("Q", bytes(8 * length)) for _ in RUNS)
+            self._answers[shelf.answers[text]] = _Answer(shelf, memoryview(text).cast("I"), links)
+            self._unindexed[shelf.answers[text]] = MIN_MATCH
             client.num_tokens += length
             self.num_tokens += length
-        self._unindexed[shelf.answers[text]] = MIN_RUN
         client.shelves[salt] = shelf  # eviction may have removed the emptied shelf
         self._clients[name] = client
 
@@ -106,44 +116,50 @@ class AnswerStore:
                 self._unindexed[number] = stop
                 self._unindexed.move_to_end(number, last=False)
 
-    def propose(self, namespace: Namespace, token_ids: Sequence[int], k: int) -> tuple[tuple[int, ...], int]:
-        """At most `k` tokens that followed the last tokens in an answer of the namespace, and the length of the run.
+    def matches(self, namespace: Namespace, token_ids: Sequence[int], k: int) -> list[Match]:
+        """Occurrences of the last tokens in answers of the namespace, each with at most `k` tokens that followed.
 
-        `((), 0)` if no run repeats.
+        The longest come first, then the latest.
         """
         name, salt = namespace
         client = self._clients.get(name)
-        if client is None or salt not in client.shelves or k <= 0:
-            return (), 0
+        if client is None or salt not in client.shelves:
+            return []
         self._clients.move_to_end(name)
         client.shelves.move_to_end(salt)
-        shelf = client.shelves[salt]
-        last_ids = list(token_ids[-MAX_RUN:])
-        for bucket in reversed(list(self._buckets(shelf, last_ids))):
-            number, end = divmod(self._table[bucket], self.max_tokens)
+        shelf, last_ids, found = client.shelves[salt], list(token_ids[-MAX_MATCH:]), dict[int, Match]()
+        for kind, run in enumerate(RUNS):
+            if len(last_ids) >= run:
+                for entry, answer in self._occurrences(shelf, kind, last_ids[-run:]):
+                    end = entry % self.max_tokens
+                    if entry not in found and (length := match_length(answer.token_ids, end, last_ids)) >= run:
+                        found[entry] = length, answer.token_ids[end : end + k]
+        return sorted(found.values(), key=itemgetter(0), reverse=True)
+
+    def _occurrences(self, shelf: _Shelf, kind: int, run: Sequence[int]) -> Iterator[tuple[int, _Answer]]:
+        """Entries of the hash table that may be occurrences of a run in answers of a shelf, latest first."""
+        entry = self._table[self._bucket(shelf, run)]
+        for _ in range(MAX_OCCURRENCES):
+            number, end = divmod(entry, self.max_tokens)
             answer = self._answers.get(number)
-            if answer is not None and answer.shelf is shelf:  # otherwise evicted, or of another namespace
-                run = _run_length(answer.token_ids[max(0, end - MAX_RUN) : end].tolist(), last_ids)
-                if run >= MIN_RUN:
-                    return tuple(answer.token_ids[end : end + k]), run
-        return (), 0
+            if answer is None:  # evicted, as are those before it
+                return
+            if answer.shelf is shelf:  # otherwise another namespace has the same bucket
+                yield entry, answer
+            entry = answer.links[kind][end]
 
     def _index(self, number: int, answer: _Answer, start: int, stop: int) -> None:
         """Index the runs before each position from `start` to `stop` - 1."""
-        first = max(0, start - MAX_RUN)
+        first = max(0, start - max(RUNS))
         token_ids = answer.token_ids[first:stop].tolist()
-        for end in range(start, stop):
-            run = token_ids[max(0, end - MAX_RUN - first) : end - first]
-            for bucket in self._buckets(answer.shelf, run):
+        for kind, run in enumerate(RUNS):
+            for end in range(max(start, run), stop):
+                bucket = self._bucket(answer.shelf, token_ids[end - run - first : end - first])
+                answer.links[kind][end] = self._table[bucket]
                 self._table[bucket] = number * self.max_tokens + end
 
-    def _buckets(self, shelf: _Shelf, last_ids: list[int]) -> Iterator[int]:
-        """Buckets of the runs that end with the last token, shortest first."""
-        key = shelf.number
-        for length, token in enumerate(reversed(last_ids), 1):
-            key = hash((key, token))
-            if length >= MIN_RUN:
-                yield key % self._num_buckets
+    def _bucket(self, shelf: _Shelf, run: Sequence[int]) -> int:
+        return hash((shelf.number, *run)) % self._num_buckets
 
     def _evict_from_idle(self) -> None:
         """Evict one answer from the least recently used client."""
@@ -162,9 +178,3 @@ class AnswerStore:
         self._unindexed.pop(number, None)
         client.num_tokens -= length
         self.num_tokens -= length
-
-
-def _run_length(token_ids: list[int], last_ids: list[int]) -> int:
-    """Length of the common suffix."""
-    pairs = zip(reversed(token_ids), reversed(last_ids), strict=False)
-    return next((i for i, (token, last) in enumerate(pairs) if token != last), min(len(token_ids), len(last_ids)))

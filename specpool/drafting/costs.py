@@ -47,14 +47,17 @@ class StepTimes:
         self._keep_plausible()
 
     @classmethod
-    def in_parallel(cls, workers: Sequence["StepTimes"]) -> "StepTimes":
-        """Times of workers that share the rows of each pass equally. The slowest worker counts."""
-        count, max_rows = len(workers), [times.max_rows for times in workers if times.max_rows]
+    def in_parallel(cls, workers: Sequence["StepTimes"], share: float = 1.0) -> "StepTimes":
+        """Times of workers that share the rows of each pass equally. The slowest worker counts.
+
+        `share`: of the rows of a pass that these workers run. Others, which do not count, run the rest.
+        """
+        count, max_rows = len(workers) / share, [times.max_rows for times in workers if times.max_rows]
         return cls(
-            {count * rows: max(times._line(rows) for times in workers) for rows in workers[0]._rows},
+            {round(count * rows): max(times._line(rows) for times in workers) for rows in workers[0]._rows},
             max(times._measured_at for times in workers),
             max(times._per_cached for times in workers) / count,
-            count * min(max_rows, default=0),
+            round(count * min(max_rows, default=0)),
         )
 
     def __call__(self, rows: float) -> float:
@@ -226,16 +229,13 @@ class RoundCosts:
         `num_lookup_tokens`: draft tokens of prompt lookup, which take no draft step.
         """
         drafted = sum(self.draft(count) for count in drafting if count)
-        waiting = self._waiting(any(drafting), num_lookup_tokens > 0)
-        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + waiting
+        return drafted + self.verify(sequences + sum(drafting) + num_lookup_tokens) + self._waiting(any(drafting))
 
-    def _waiting(self, is_drafted: bool, has_lookup_tokens: bool) -> float:
+    def _waiting(self, is_drafted: bool) -> float:
         """Seconds of a round in which no model runs."""
         if is_drafted and not self.has_own_draft:
             return 2 * self.exchange + self.scheduling
-        if (has_lookup_tokens and not is_drafted) or self.plain_exchange is None:
-            return self.exchange + self.scheduling
-        return self.plain_exchange
+        return self.exchange + self.scheduling if self.plain_exchange is None else self.plain_exchange
 
 
 def _learned(estimate: float, seconds: float, scale: float = math.inf) -> float:

@@ -11,11 +11,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specpool.drafting.acceptance import FIRST_RATE, AcceptanceRates, expected_tokens, rate_bin, rate_of
+from specpool.drafting.acceptance import (
+    FIRST_RATE,
+    AcceptanceRates,
+    expected_gain,
+    expected_tokens,
+    likely_tokens,
+    rate_bin,
+    rate_of,
+)
 from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.ledger import MIN_GAIN, Ledger
-from specpool.drafting.plans import MAX_DRAFT_LAG, NO_DRAFTS, DraftMethod, DraftPlan
+from specpool.drafting.plans import (
+    MAX_DRAFT_LAG,
+    NO_DRAFTS,
+    NO_LOOKUP,
+    DraftMethod,
+    DraftPlan,
+    Lookup,
+    LookupSource,
+)
 from specpool.drafting.round_plans import HYSTERESIS, Batch, RoundPlan, profitable_length
 
 # Rounds between plans, which cost more time than a round's own choices.
@@ -36,10 +52,8 @@ class DraftOptions(NamedTuple):
     """Tokens that the draft worker must catch up with first, beyond the usual one or two."""
     catch_up_rounds: int = 1
     """Rounds over which to spread the cost of catching up."""
-    lookup_ids: tuple[int, ...] = ()
-    """Draft tokens of prompt lookup."""
-    lookup_rate: float = 0.0
-    """Expected acceptance rate of `lookup_ids`."""
+    lookup: Lookup = NO_LOOKUP
+    """Draft tokens of the most promising source."""
 
     @property
     def can_use_model(self) -> bool:
@@ -60,15 +74,15 @@ class DraftLengths:
     """Whether the draft reads hidden states of the target, which plain rounds need not return."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Prompt-lookup tokens of the last round, by sequence id."""
+    """Lookup tokens of the last round, by sequence id."""
     _trial_in: int = 0
     """Rounds until the next model trial, while hidden states are collected for it; 0: no trial is scheduled."""
     _tries_model: bool = False
     """Whether the last round is a trial of the model."""
     _tried: tuple[int, ...] = ()
     """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
-    _allowed_last: tuple[int, ...] = ()
-    """Last round's permissions (model, lookup, trials only) and branch limit."""
+    _allowed_last: tuple[object, ...] = ()
+    """Last round's permissions (model, paused lookups, trials only) and branch limit."""
     _is_new: bool = False
     """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True
@@ -80,6 +94,7 @@ class DraftLengths:
         self.measures_plain = False
         """Whether the last planned round has no drafts, to measure the time of plain decoding."""
         self.branching = Branching(self.costs)
+        self._lookup_row = 0.0
 
     @property
     def uses_model(self) -> bool:
@@ -98,11 +113,11 @@ class DraftLengths:
         return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
 
     def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
-        """Choose in a round in which the model rests. `options`: of the sequences with tokens of prompt lookup."""
+        """Choose in a round in which the model rests. `options`: of the sequences with a lookup."""
         self._age, self._tries_model = self._age + 1, False
-        if not self.ledger.may_draft(DraftMethod.NGRAM, batch):
-            options = {}
-        return self._planned(options, batch)
+        paused = self._paused_lookups(batch)
+        allowed = {i: option for i, option in options.items() if option.lookup.source not in paused}
+        return self._planned(allowed, batch)
 
     def choose(
         self, options: Mapping[int, DraftOptions], batch: int | None = None, max_branches: int = 0
@@ -141,45 +156,59 @@ class DraftLengths:
 
     def _planned(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
         """Plan each sequence, without drafts if a plain round is due."""
+        self._lookup_row = self._cost_of_lookup_row(batch)
         plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self.measures_plain = self.ledger.is_plain_due(batch)
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
 
+    def _cost_of_lookup_row(self, batch: int) -> float:
+        """Cost of verifying one more lookup token, in tokens that the same time gains at the recent speed.
+
+        The plan changes too slowly: runs of right tokens come and go.
+        """
+        speed = self.ledger.speed(batch)
+        if speed is None:
+            return self.plan.row
+        drafted, verify = max(1, sum(self._num_lookup_tokens.values())), self.costs.verify
+        return speed * (verify(batch + drafted) - verify(batch)) / drafted
+
     def _allowed(
         self, options: Mapping[int, DraftOptions], batch: int, max_branches: int
     ) -> Mapping[int, DraftOptions]:
         """Options without the methods that the ledger has paused. The start or end of a pause forces a new plan."""
-        may_use_model, may_look_up = (
-            self.ledger.may_draft(method, batch) for method in (DraftMethod.MODEL, DraftMethod.NGRAM)
-        )
+        may_use_model, paused = self.ledger.may_draft(DraftMethod.MODEL, batch), self._paused_lookups(batch)
         self._is_new = self._trial_in > 0 or self.ledger.has_free_trial(DraftMethod.MODEL, batch)
-        if (allowed := (may_use_model, may_look_up, self._is_new, max_branches)) != self._allowed_last:
+        if (allowed := (may_use_model, paused, self._is_new, max_branches)) != self._allowed_last:
             self._allowed_last, self._age = allowed, PLAN_ROUNDS
-        if may_use_model and may_look_up:
+        if may_use_model and not paused:
             return options
         return {
             i: option._replace(
                 has_model=option.has_model and may_use_model,
-                lookup_ids=option.lookup_ids if may_look_up else (),
+                lookup=NO_LOOKUP if option.lookup.source in paused else option.lookup,
             )
             for i, option in options.items()
         }
 
+    def _paused_lookups(self, batch: int) -> frozenset[LookupSource]:
+        """Sources that the ledger has paused."""
+        return frozenset(source for source in LookupSource if not self.ledger.may_draft(source.method, batch))
+
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
-        """Choose the draft model or prompt lookup, whichever gains more."""
+        """Choose the draft model or the lookup, whichever gains more."""
         plan, rate = self.plan, rate_of(rate_bin(self.acceptance.rate(sequence_id)))
         limit = options.max_num_draft_tokens
         num_draft_tokens = profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
         num_draft_tokens = min(num_draft_tokens, limit)
-        num_lookup_tokens = profitable_length(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
-        lookup_ids = options.lookup_ids[:num_lookup_tokens]
-        if not num_draft_tokens and not num_lookup_tokens:
+        lookup_ids = likely_tokens(options.lookup.token_ids, options.lookup.chances, self._lookup_row)
+        if not num_draft_tokens and not lookup_ids:
             return NO_DRAFTS
         gain = expected_tokens(rate, num_draft_tokens) - 1
-        if num_draft_tokens and num_lookup_tokens:
+        if num_draft_tokens and lookup_ids:
             gain -= sum(plan.shares[:num_draft_tokens]) + plan.row * num_draft_tokens
-            lookup_gain = expected_tokens(options.lookup_rate, num_lookup_tokens) - 1 - plan.row * num_lookup_tokens
+            lookup_gain = expected_gain(options.lookup.chances[: len(lookup_ids)])
+            lookup_gain -= self._lookup_row * len(lookup_ids)
             return DraftPlan(num_draft_tokens if gain > lookup_gain else 0, lookup_ids=lookup_ids)
         if num_draft_tokens and self._catch_up_seconds(options.draft_lag / options.catch_up_rounds) * plan.speed > gain:
             num_draft_tokens = 0
@@ -198,7 +227,7 @@ class DraftLengths:
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
-        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of prompt lookup."""
+        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of the lookup."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
         if not options.can_use_model:
             return plan
@@ -210,12 +239,11 @@ class DraftLengths:
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
     def _best_plan(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
-        """The fastest plan, assuming that prompt lookup keeps drafting for the same sequences as in the last round."""
+        """The fastest plan, assuming that lookups keep drafting for the same sequences as in the last round."""
         lookups = {
-            i: min(self._num_lookup_tokens.get(i, 0), option.max_num_draft_tokens, len(option.lookup_ids))
-            for i, option in options.items()
+            i: min(self._num_lookup_tokens.get(i, 0), len(option.lookup.token_ids)) for i, option in options.items()
         }
-        lookup_gain = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in lookups.items() if k)
+        lookup_gain = sum(expected_gain(options[i].lookup.chances[:k]) for i, k in lookups.items() if k)
         drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
         counts = Counter(rate_bin(self.acceptance.rate(i)) for i in drafting)
         batch = Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
@@ -260,11 +288,21 @@ class DraftLengths:
                 self._tries_model = True
                 self._tried = tuple(tried) if takes_two else ()
                 plans.update(dict.fromkeys(tried, DraftPlan(1, num_branches, is_trial=True)))
-        elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
-            seconds = self.costs.seconds(len(options), [], len(rates)) - plain
-            gained = sum(rates.values()) / len(options)
-            if self.ledger.may_try(DraftMethod.NGRAM, batch, seconds / plain, gained):
-                plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1], is_trial=True) for i in rates})
+            return
+        for source in LookupSource:
+            lookups = {
+                i: option.lookup
+                for i, option in idle.items()
+                if option.lookup.token_ids and option.lookup.source is source
+            }
+            if not lookups:
+                continue
+            seconds = self.costs.seconds(len(options), [], len(lookups)) - plain
+            gained = sum(lookup.chances[0] for lookup in lookups.values()) / len(options)
+            if self.ledger.may_try(source.method, batch, seconds / plain, gained):
+                tried_ids = {i: lookup.token_ids[:1] for i, lookup in lookups.items()}
+                plans.update({i: DraftPlan(lookup_ids=ids, is_trial=True) for i, ids in tried_ids.items()})
+                return
 
     def _is_trial_due(self, batch: int, cost: float, gained: float) -> bool:
         """Whether to try the model now; see `Ledger.may_try`. If it reads hidden states, collect them first."""

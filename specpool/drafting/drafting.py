@@ -6,9 +6,10 @@ from collections.abc import Sequence as Items
 from specpool.drafting.acceptance import Acceptance, Calibration
 from specpool.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
+from specpool.drafting.draft_models import DraftModel
+from specpool.drafting.draft_shares import DraftShares, Speeds
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
-from specpool.drafting.lookup import PromptLookup
 from specpool.drafting.outcome import DraftCall, RoundOutcome
 from specpool.drafting.plans import (
     MAX_DRAFT_LAG,
@@ -16,16 +17,18 @@ from specpool.drafting.plans import (
     DraftMethod,
     DraftPlan,
     Lookup,
-    LookupSource,
     SpeculationState,
 )
 from specpool.drafting.round_plans import HYSTERESIS
 from specpool.drafting.sequences import Commit, DraftWorker, Sequence
+from specpool.drafting.sources import DraftSources
 
 # Initial estimate of the seconds of a round trip to a worker.
 FIRST_EXCHANGE = UNKNOWN_DRAFT[1]
 FORCED = "forced"
 """The ledger's name for forced tokens."""
+MODEL_METHODS = {DraftMethod.MODEL, DraftMethod.BEST}
+"""Methods that include the draft model."""
 NO_STATES = NO_DRAFTS._replace(reads_states=False)
 
 
@@ -33,13 +36,23 @@ class Drafting:
     """Plans how rounds draft, and learns from them."""
 
     def __init__(
-        self, max_num_draft_tokens: int, costs: RoundCosts | None = None, lookup: PromptLookup | None = None
+        self,
+        max_num_draft_tokens: int,
+        costs: RoundCosts | None = None,
+        sources: DraftSources | None = None,
+        shares: DraftShares | None = None,
     ) -> None:
-        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `lookup`: may be shared."""
+        """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared.
+
+        `shares`: of several draft models; default: the bandit's.
+        """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
-        self.lookup = lookup if lookup is not None else PromptLookup()
+        self.sources = sources if sources is not None else DraftSources()
         self.calibration = Calibration()
+        self.shares = shares if shares is not None else DraftShares()
+        self._models: dict[int, DraftModel] = {}
+        """The draft model of each sequence that was assigned one."""
         self._forced_tokens = Acceptance()
         self._draft_steps = 0
         """Draft steps that preceded the last round's verification."""
@@ -56,8 +69,44 @@ class Drafting:
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """For the draft worker: acceptance by draft probability, and the minimum gain of a draft step in tokens."""
-        return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
+        """For the only draft: acceptance by draft probability, and `step_cost`."""
+        return self.calibration.chances, self.step_cost
+
+    @property
+    def step_cost(self) -> float:
+        """The minimum gain of a draft step in tokens."""
+        return self.lengths.plan.speed * self.costs.draft(1)
+
+    @property
+    def speeds(self) -> Speeds:
+        """Expected speeds of a batch of the present size."""
+        return Speeds(self.costs, max(1, self.lengths.plan.sequences), self.lengths.max_num_draft_tokens)
+
+    def assign(self, group: Iterable[Sequence], models: Items[DraftModel]) -> None:
+        """Assign a draft model to each sequence that may use one. A sequence keeps its model while that is ready.
+
+        `models`: those with a ready worker.
+        """
+        for sequence in group:
+            sequence_id, before = sequence.sequence_id, sequence.draft.model
+            if before is not None and before is self._models.get(sequence_id) and before in models:
+                continue
+            if not sequence.request.num_speculative_tokens or sequence.request.method not in MODEL_METHODS:
+                continue
+            # The model of a sequence that comes from another target worker has the same key here.
+            same = (model for model in models if before is not None and model.key == before.key)
+            model = next(same, None) or self.shares.choose(models, self.speeds)
+            if model is not self._models.get(sequence_id):
+                self._end_samples([sequence_id])
+            sequence.draft.model = model
+            if model is not None:
+                self._models[sequence_id] = model
+                self.lengths.acceptance.assign(sequence_id, model.acceptance)
+
+    def _end_samples(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            if (model := self._models.pop(sequence_id, None)) is not None:
+                self.shares.end(model, [sequence_id])
 
     def plan_round(
         self,
@@ -66,7 +115,7 @@ class Drafting:
         verify_times: StepTimes | None = None,
         batch: int | None = None,
     ) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id. Without a draft model, only prompt lookup drafts.
+        """The draft plan of each sequence id. Without a draft model, only lookups draft.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
         """
@@ -74,16 +123,16 @@ class Drafting:
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
         drafting = [sequence for sequence in group if sequence.request.num_speculative_tokens]
-        self.lookup.index_answers()
+        self.sources.index_answers()
         is_own = self.costs.has_own_draft = worker is not None and worker.is_own
         limits = {s.sequence_id: self._max_num_draft_tokens(s, is_own) for s in drafting}
-        lookups = {s.sequence_id: self.lookup.look_up(s, limits[s.sequence_id]) for s in drafting}
+        lookups = {s.sequence_id: self._look_up(s) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
         options = {
             s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id])
             for s in drafting
-            if not rests or lookups[s.sequence_id].run or not s.request.adaptive
+            if not rests or lookups[s.sequence_id].token_ids or not s.request.adaptive
         }
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length
@@ -110,7 +159,7 @@ class Drafting:
         if constrained := [s.sequence_id for s in adaptive if s.request.sampling.may_force_tokens]:
             allowed = self._allows_forced_tokens(len(constrained), batch)
             plans |= {i: plans[i]._replace(allows_forced_tokens=allowed) for i in constrained}
-        plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.run}
+        plans |= {i: plans[i]._replace(lookup=lookup) for i, lookup in lookups.items() if lookup.token_ids}
         if worker is not None and worker.reads_states:
             unread = [s.sequence_id for s in drafting if not self._reads_states(s, options.get(s.sequence_id))]
             plans |= {i: NO_STATES if plans[i] is NO_DRAFTS else plans[i]._replace(reads_states=False) for i in unread}
@@ -142,25 +191,28 @@ class Drafting:
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
         sequences = batch if batch is not None and overlaps else len(outcome.verify_items)
-        self.lengths.ledger.observe(sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial)
+        observed = sequences, outcome.num_tokens, seconds, outcome.method, outcome.is_trial
+        self.lengths.ledger.observe(*observed, parts=outcome.lookup_parts)
         if not overlaps:
             self._observe_waiting(outcome, seconds)
 
     def observe(self, commit: Commit) -> None:
         """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
-        self.lookup.observe(commit.sequence, commit.lookup)
-        self.lookup.store_answer(commit.sequence)
+        self.sources.observe(commit.sequence, commit.lookup)
         if commit.forced and commit.num_agreed >= commit.drafted:
             self._forced_tokens.add(commit.forced, commit.num_agreed - commit.drafted)
         if proposal is None or not proposal.draft_token_ids:
             return
         drafted = commit.drafted if commit.method is DraftMethod.MODEL else 0
-        accepted = min(commit.num_agreed, drafted)
-        self.calibration.add(proposal.confidences[:drafted], accepted)
+        accepted, model = min(commit.num_agreed, drafted), commit.sequence.draft.model
+        calibration = self.calibration if model is None else model.calibration
+        calibration.add(proposal.confidences[:drafted], accepted)
+        if model is not None and drafted:
+            self.shares.observe(model, sequence_id, drafted, accepted)
         unverified = proposal.confidences[drafted : drafted + 1]
         if accepted == drafted and unverified:  # the first unverified token counts with its probability
-            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + self.chance(unverified[0]))
+            self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + calibration.chance(unverified[0]))
         else:
             self.lengths.acceptance.add(sequence_id, drafted, accepted)
 
@@ -172,7 +224,7 @@ class Drafting:
     def _observe_waiting(self, outcome: RoundOutcome[Commit], seconds: float) -> None:
         """Learn how long the target waits between rounds, and how long the coordinator takes for other rounds."""
         costs, verified = self.costs, outcome.verified
-        if outcome.method is None or outcome.has_own_drafts:
+        if not outcome.called_draft:
             costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
             costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
@@ -193,13 +245,12 @@ class Drafting:
 
     def state(self) -> SpeculationState:
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
-        own_lookups = self.lookup.acceptance[LookupSource.SEQUENCE]
         return SpeculationState(
             draft_steps=self.lengths.branches.length or len(plan.steps),
             expected_tokens_per_s=self.lengths.branches.speed or plan.speed,
             plain_tokens_per_s=sequences / costs.seconds(sequences, []),
             model_acceptance_rate=self.lengths.acceptance.overall_rate,
-            ngram_acceptance_rates={run: acceptance.overall_rate for run, acceptance in own_lookups.items()},
+            ngram_acceptance_rates=self.sources.sequence.rates.by_length(),
             draft_step_s=costs.draft(1),
             verify_s=costs.verify(1),
             verify_row_s=costs.verify(sequences + 1) - costs.verify(sequences),
@@ -208,8 +259,14 @@ class Drafting:
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         sequence_ids = list(sequence_ids)
-        self.lookup.forget(sequence_ids)
+        self._end_samples(sequence_ids)
+        self.sources.forget(sequence_ids)
         self.lengths.forget(sequence_ids)
+
+    def _look_up(self, sequence: Sequence) -> Lookup:
+        """The most promising lookup. It begins with the tokens that pending rounds may yield."""
+        limit = sequence.max_num_lookup_tokens
+        return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
 
     def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
         return DraftOptions(
@@ -217,8 +274,7 @@ class Drafting:
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
-            lookup_ids=lookup.token_ids,
-            lookup_rate=self.lookup.rate(sequence.sequence_id, lookup),
+            lookup=lookup.after(sequence.num_pending_tokens),
         )
 
     def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:
@@ -235,6 +291,7 @@ class Drafting:
     def _reads_states(self, sequence: Sequence, options: DraftOptions | None) -> bool:
         """Whether a draft that reads hidden states drafts for a sequence now or soon. `options`: None if it rests."""
         has_model = options is not None and options.has_model
+        has_model &= sequence.draft.model is None or sequence.draft.model.features is not None
         return has_model and (not sequence.request.adaptive or self.lengths.needs_states)
 
     def _max_num_draft_tokens(self, sequence: Sequence, is_own: bool) -> int:
@@ -268,10 +325,11 @@ class Drafting:
 
 
 def _can_draft(sequence: Sequence, worker: DraftWorker | None) -> bool:
-    """Whether the draft worker can draft for a sequence."""
+    """Whether a draft worker can draft for a sequence."""
+    model = sequence.draft.model
     return (
         worker is not None
-        and sequence.request.method is not DraftMethod.NGRAM
-        and len(sequence.token_ids) < worker.max_model_len
+        and sequence.request.method in MODEL_METHODS
+        and len(sequence.token_ids) < (worker.max_model_len if model is None else model.max_model_len)
         and worker.round_id >= sequence.draft.backoff_until
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from specpool.drafting.acceptance import expected_tokens
+from specpool.drafting.acceptance import expected_gain, expected_tokens
 from specpool.drafting.branching import BranchPlan
 from specpool.drafting.draft_lengths import DraftLengths, DraftOptions
 from specpool.drafting.plans import DraftPlan
@@ -24,9 +24,9 @@ def plan_fixed(
         k, rate = option.max_num_draft_tokens, lengths.acceptance.rate(i)
         if is_mixed:
             k = min(k, max(MIN_FIXED_TOKENS, len(lengths.plan.steps)))
-        prefers_lookup = option.lookup_ids and expected_tokens(option.lookup_rate, k) > expected_tokens(rate, k)
+        prefers_lookup = 1 + expected_gain(option.lookup.chances[:k]) > expected_tokens(rate, k)
         num_draft_tokens = k if option.has_model and not prefers_lookup else 0
-        plans[i] = DraftPlan(num_draft_tokens, lookup_ids=option.lookup_ids[:k])
+        plans[i] = DraftPlan(num_draft_tokens, lookup_ids=option.lookup.token_ids[:k])
     drafted = {i: plan.num_draft_tokens for i, plan in plans.items() if plan.num_draft_tokens}
     if drafted and max_branches:
         branches = lengths.branches if is_mixed else _branches(lengths, drafted, sequences, max_branches)

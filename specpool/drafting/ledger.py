@@ -10,8 +10,10 @@ sizes, in units of plain rounds:
 The more often a method loses, the slower both refill.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from specpool.drafting.costs import RECENT, RoundCosts
 from specpool.drafting.plain_times import PlainTimes, size_class
@@ -122,6 +124,15 @@ class _Entry:
         self.divisor = min(max(1.0, divisor), MAX_DIVISOR)
 
 
+class Part(NamedTuple):
+    """The part of one method in a round."""
+
+    share: float
+    """Share of the round's draft tokens."""
+    gained: float
+    """Tokens that these gained for all sequences together."""
+
+
 class Ledger:
     """Compares rounds that draft with plain rounds."""
 
@@ -135,6 +146,8 @@ class Ledger:
         """The entry charged last."""
         self._since_plain = 0
         """Rounds since the last plain one."""
+        self._speeds: dict[int, tuple[float, float]] = {}
+        """Recent tokens and seconds, by class of batch sizes."""
         self._now = 0.0
         """Time of all rounds so far, in seconds."""
 
@@ -146,15 +159,18 @@ class Ledger:
         method: str | None,
         is_trial: bool = False,
         skipped: int = 0,
+        parts: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         """Learn from a round, even after later ones were planned.
 
         `sequences`: number that decoded. `tokens`: gained by all of them. `seconds`: since the previous round ended.
         `method`: None for a plain round. `skipped`: similar rounds before it that were not observed.
+        `parts`: by method, if several took part.
         """
         if not seconds > 0 or not sequences:
             return
         self._now += seconds * (1 + skipped)
+        self._observe_speed(sequences, tokens, seconds)
         self._since_plain += 1
         if method is None:
             self._since_plain = 0
@@ -168,12 +184,23 @@ class Ledger:
                 entry.reassess(plain_seconds)
         if method is None:
             return
-        entry = self._entry(method, sequences)
-        if is_trial:
-            entry.settle(seconds / plain_seconds - tokens / sequences)
-        if not is_trial or entry.trials <= FREE_TRIALS:  # later trials have their own budget
-            self._charged = entry
-            entry.charge(tokens / sequences, seconds, plain_seconds)
+        for name, part in (parts or {method: Part(1.0, tokens - sequences)}).items():
+            entry, gained = self._entry(name, sequences), part.share + part.gained / sequences
+            if is_trial:
+                entry.settle(part.share * seconds / plain_seconds - gained)
+            if not is_trial or entry.trials <= FREE_TRIALS:  # later trials have their own budget
+                self._charged = entry
+                entry.charge(gained, part.share * seconds, plain_seconds)
+
+    def speed(self, sequences: int) -> float | None:
+        """Recent tokens per second of rounds of about this size; None if there were none."""
+        tokens, seconds = self._speeds.get(size_class(sequences), (0.0, 0.0))
+        return tokens / seconds if seconds else None
+
+    def _observe_speed(self, sequences: int, tokens: float, seconds: float) -> None:
+        before = self._speeds.get(size_class(sequences), (tokens, seconds))
+        kept = 1 - 1 / RECENT
+        self._speeds[size_class(sequences)] = kept * before[0] + tokens, kept * before[1] + seconds
 
     def may_draft(self, method: str, sequences: int) -> bool:
         """Whether a method may draft for a batch of this size."""

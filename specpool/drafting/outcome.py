@@ -4,7 +4,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from specpool.drafting.acceptance import expected_gain
 from specpool.drafting.costs import Timed
+from specpool.drafting.ledger import Part
 from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
 from specpool.drafting.sequences import Commit
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
@@ -69,7 +71,14 @@ class RoundOutcome(Generic[C_co]):
         was_asked = self.called_draft or self.has_own_drafts
         if was_asked or any(commit.method is DraftMethod.MODEL for commit in self.commits):
             return DraftMethod.MODEL
+        if drafted := [(commit.drafted, commit.method) for commit in self.commits if commit.method is not None]:
+            return max(drafted)[1]
         return DraftMethod.NGRAM if any(item.draft_token_ids for item in self.verify_items) else None
+
+    @property
+    def lookup_parts(self) -> dict[str, Part]:
+        """The parts of lookups in the round by method; empty if the draft model took part, or nothing was drafted."""
+        return {} if self.method in (None, DraftMethod.MODEL) else lookup_parts(self.commits)
 
     @property
     def rows(self) -> dict[int, int]:
@@ -89,6 +98,30 @@ class RoundOutcome(Generic[C_co]):
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
         return [self.verified, *(call.timed for call in self.draft_calls)]
+
+
+def lookup_parts(commits: Items[Commit]) -> dict[str, Part]:
+    """The parts of lookups in a round without the draft model, by method."""
+    drafted = sum(commit.drafted for commit in commits)
+    parts: dict[str, Part] = {}
+    for commit in commits:
+        if commit.method is not None:
+            share, gained = parts.get(commit.method, Part(0.0, 0.0))
+            parts[commit.method] = Part(share + commit.drafted / drafted, gained + _credit(commit))
+    return parts
+
+
+def _credit(commit: Commit) -> float:
+    """Tokens gained by a lookup, for the ledger.
+
+    Of a prediction, the expected number, which its client's acceptance rates correct: the ledger checks the costs that
+    all clients share, and one client's wrong predictions must not pause those of others.
+    """
+    if commit.method is not DraftMethod.PREDICTION:
+        return len(commit.token_ids) - 1
+    lookup, begin = commit.lookup, len(commit.sequence.token_ids) - len(commit.token_ids)
+    offset = max(0, begin - lookup.start)
+    return expected_gain(lookup.chances[offset : offset + commit.drafted])
 
 
 def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:

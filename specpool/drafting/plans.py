@@ -19,21 +19,47 @@ class DraftMethod(enum.StrEnum):
 
 
 class LookupSource(enum.StrEnum):
-    """What prompt lookup searches: the sequence's own tokens, or earlier answers of its namespace."""
+    """Sources of drafts that cost no model pass."""
 
     SEQUENCE = "sequence"
+    """The sequence's own tokens."""
     ANSWERS = "answers"
+    """Earlier answers in the request's namespace."""
+    PREDICTION = "prediction"
+    """The request's prediction."""
+
+    @property
+    def method(self) -> DraftMethod:
+        """The name of these drafts in the ledger, counters and metrics."""
+        return _METHODS[self]
+
+
+_METHODS = {
+    LookupSource.SEQUENCE: DraftMethod.NGRAM,
+    LookupSource.ANSWERS: DraftMethod.SUFFIX,
+    LookupSource.PREDICTION: DraftMethod.PREDICTION,
+}
 
 
 class Lookup(NamedTuple):
-    """Tokens that followed an earlier occurrence of a sequence's last tokens."""
+    """Draft tokens of a source."""
 
     token_ids: tuple[int, ...] = ()
-    run: int = 0
-    """Length of the repeated run; 0 without one."""
+    chances: tuple[float, ...] = ()
+    """Acceptance probability of each token if all before it are accepted."""
     source: LookupSource = LookupSource.SEQUENCE
+    run: int = 0
+    """Number of matched tokens before it."""
     start: int = 0
     """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
+    bins: tuple[int, ...] = ()
+    """Of each token: where its source counts whether it was right."""
+
+    def after(self, num_tokens: int) -> "Lookup":
+        """The lookup without its first tokens, for a round after a pending one."""
+        if not num_tokens:
+            return self
+        return self._replace(token_ids=self.token_ids[num_tokens:], chances=self.chances[num_tokens:])
 
 
 NO_LOOKUP = Lookup()
@@ -52,9 +78,9 @@ class DraftPlan(NamedTuple):
     next_chance: float = 1.0
     """Acceptance probability of the next draft token if all earlier ones are accepted."""
     lookup_ids: tuple[int, ...] = ()
-    """Prompt-lookup tokens, verified if the draft worker proposes none."""
+    """Tokens of the lookup after those that pending rounds may yield, verified if the draft worker proposes none."""
     lookup: Lookup = NO_LOOKUP
-    """What prompt lookup found. Its acceptance counts whether the tokens are verified or not."""
+    """The most promising lookup. Its acceptance counts whether the tokens are verified or not."""
     allows_forced_tokens: bool = True
     """Whether the target worker may append forced tokens."""
     reads_states: bool = True

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specpool.drafting.costs import StepTimes
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import DraftMethod, Lookup
 from specpool.protocol.rounds import Proposal
 from specpool.protocol.sampling import SamplingParams
@@ -25,10 +26,15 @@ class Request(Protocol):
     def cache_salt(self) -> str: ...
     @property
     def namespace(self) -> tuple[str, str]: ...
+    @property
+    def prediction(self) -> Items[int]: ...
 
 
 class DraftCache(Protocol):
     """What the draft worker has cached of a sequence."""
+
+    model: DraftModel | None
+    """The draft model of the sequence. None: that of the only draft, or it has not been assigned one."""
 
     @property
     def start(self) -> int: ...
@@ -55,6 +61,10 @@ class Sequence(Protocol):
     def max_length(self) -> int: ...
     @property
     def max_num_draft_tokens(self) -> int: ...
+    @property
+    def max_num_lookup_tokens(self) -> int: ...
+    @property
+    def num_pending_tokens(self) -> int: ...
     @property
     def draft(self) -> DraftCache: ...
 
@@ -86,9 +96,10 @@ class Commit(Protocol):
 
 @dataclass(frozen=True)
 class DraftWorker:
-    """A draft worker that is ready when a round begins, or the draft that the target worker carries."""
+    """Draft workers that are ready when a round begins, or the draft that the target worker carries."""
 
     max_model_len: int
+    """Of sequences without a draft model of their own."""
     round_id: int
     step_times: StepTimes | None = None
     """Measured by the worker at each start. None: keep the learned times."""

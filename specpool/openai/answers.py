@@ -31,10 +31,14 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     def add(self, response: pb.GenerateResponse) -> None:
         """Count a sample. The samples of a prompt share its tokens."""
         self.completion_tokens += response.usage.completion_tokens
+        self.accepted_prediction_tokens += response.usage.accepted_prediction_tokens
+        self.rejected_prediction_tokens += response.usage.rejected_prediction_tokens
         if response.index == 0:
             self.prompt_tokens += response.usage.prompt_tokens
             self.cached_tokens += response.usage.cached_tokens
@@ -45,6 +49,10 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            },
         }
 
 

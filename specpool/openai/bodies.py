@@ -25,7 +25,6 @@ UNSUPPORTED = {
     "function_call": "deprecated; use tool_choice",
     "functions": "deprecated; use tools",
     "moderation": "moderation is not supported",
-    "prediction": "predicted outputs are not supported",
     "suffix": "inserting text is not supported",
     "verbosity": "use a message or chat_template_kwargs",
     "web_search_options": "web search is not supported",
@@ -128,6 +127,20 @@ class StructuredOutputs(Body):
         return self
 
 
+class PredictedText(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | Many[Annotated[PredictedText, BeforeValidator(_check_part)]]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -154,6 +167,8 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[Many[str], BeforeValidator(_texts)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    """OpenAI has it for chats only."""
     # vLLM's extensions
     top_k: Int32 | None = None
     min_p: float | None = None

@@ -107,9 +107,11 @@ def _prompts(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _request(body: GenerationBody, params: pb.SamplingParams, request_id: str, **prompt: Any) -> pb.GenerateRequest:
+    prediction = pb.Prediction(text=body.prediction.text) if body.prediction is not None else None
     return pb.GenerateRequest(
         request_id=request_id,
         sampling_params=params,
+        speculative=pb.SpeculativeParams(prediction=prediction),
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         **prompt,

@@ -36,7 +36,12 @@ _RETRYABLE = (429, 503)
 
 # Fields of the gRPC API that have other names in OpenAI's. `names` adds those of a request.
 _PARTS = ("sampling_params.", "chat.")
-_NAMES = {"text": "prompt", "tokenized.input_ids": "prompt"}
+_NAMES = {
+    "text": "prompt",
+    "tokenized.input_ids": "prompt",
+    "speculative.prediction": "prediction",
+    "speculative.prediction.text": "prediction.content",
+}
 
 # Union members that pydantic adds to paths. Others, such as "list[str]", cannot be field names.
 _UNION_MEMBERS = {"str", "bool", "int"}
@@ -93,6 +98,8 @@ def explain(error: ValidationError) -> ApiError:
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return invalid(param, "required", "missing_required_parameter")
+    if problem["type"] == "model_type":
+        reason = "must be an object"
     code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
     return invalid(param, reason[:1].lower() + reason[1:], code)
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from specpool.distill.replay import Prediction
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
-from specpool.protocol.rounds import ItemStatus, Proposal
+from specpool.protocol.rounds import LOOKUP_FACTOR, ItemStatus, Proposal
 from specpool.protocol.sampling import SamplingParams
 
 WRONG = -1
@@ -28,6 +29,7 @@ class Request:
     num_speculative_tokens: int
     adaptive: bool = True
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    prediction: Items[int] = ()
     cache_salt: str = ""
     namespace: tuple[str, str] = ("", "")
 
@@ -35,6 +37,7 @@ class Request:
 @dataclass
 class DraftCache:
     start: int
+    model: DraftModel | None = None
     backoff_until: int = 0
 
 
@@ -52,6 +55,8 @@ class Sequence:
     """Draft tokens that the target worker prepared after the last commit."""
     pending_ids: tuple[int, ...] = ()
     """Tokens of a round whose result the coordinator does not know yet."""
+    num_pending_tokens: int = 0
+    """Tokens that this round yields if its draft tokens are accepted."""
 
     @property
     def prompt_length(self) -> int:
@@ -73,6 +78,11 @@ class Sequence:
     def max_num_draft_tokens(self) -> int:
         return max(0, min(self.request.num_speculative_tokens, self.max_length - self.length - 1))
 
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        left = self.max_length - len(self.token_ids) - self.num_pending_tokens - 1
+        return max(0, min(LOOKUP_FACTOR * self.request.num_speculative_tokens, left))
+
     def following(self, num_tokens: int) -> tuple[int, ...]:
         """Return the target's next tokens."""
         position = self.length - self.prompt_length
@@ -89,12 +99,13 @@ class Sequence:
         looked_up, gained = plan.lookup.token_ids, tuple(self.token_ids[plan.lookup.start :])
         if not plan.lookup_ids or gained != looked_up[: len(gained)]:
             return ()
-        return looked_up[len(gained) :][: min(len(plan.lookup_ids), self.max_num_draft_tokens)]
+        left = self.max_length - self.length - 1
+        return looked_up[len(gained) :][: max(0, min(len(plan.lookup_ids), left))]
 
     def settle(self) -> None:
         """Commit the pending tokens."""
         self.token_ids += self.pending_ids
-        self.pending_ids = ()
+        self.pending_ids, self.num_pending_tokens = (), 0
 
 
 @dataclass

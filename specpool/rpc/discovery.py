@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from specpool.rpc.security.channel import FOLLOWED, SecurityOptions, is_followed, join_address, split_address
@@ -16,6 +17,9 @@ RESOLVE_SECONDS = 5.0
 """Interval between resolutions of a name."""
 TIMEOUT_SECONDS = 5.0
 """Timeout of a resolution."""
+
+NO_RECORDS = {socket.EAI_NONAME, socket.EAI_NODATA}
+"""Errors of a resolution that come from the answer of a DNS server, not from its absence."""
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Resolves a host and a port to IP addresses. Raises OSError."""
@@ -28,6 +32,8 @@ class Endpoint:
     address: str
     name: str | None = None
     """DNS name that resolved to the address; None for a fixed address."""
+    label: str = ""
+    """The operator's name for the entry that the address comes from."""
 
     def secured(self, security: SecurityOptions) -> SecurityOptions:
         """Return connector options that expect the DNS name, not the IP address, in the server's certificate."""
@@ -39,12 +45,22 @@ class Endpoint:
 class Discovery:
     """Follows entries: "dns:///host:port" stands for every record of the name, any other entry for itself."""
 
-    def __init__(self, entries: Iterable[str], resolve: Resolve | None = None) -> None:
-        self._resolve = resolve or _resolve
+    def __init__(
+        self,
+        entries: Iterable[str],
+        resolve: Resolve | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        forgets: bool = False,
+    ) -> None:
+        """`labels`: names of entries. `forgets`: drop the records of a name once DNS answers that it has none: its
+        servers may be withdrawn.
+        """
+        self._resolve, self._forgets, entries = resolve or _resolve, forgets, list(entries)
         names = {
             entry: split_address(entry.removeprefix(FOLLOWED)) if is_followed(entry) else None for entry in entries
         }
-        self.fixed = [Endpoint(entry) for entry, name in names.items() if name is None]
+        self.fixed = [Endpoint(entry, None, labels.get(entry, "")) for entry, name in names.items() if name is None]
+        self._labels = {name: labels.get(entry, "") for entry, name in names.items() if name}
         self._resolved: dict[tuple[str, int], list[Endpoint]] = {name: [] for name in names.values() if name}
         """The last known records of each name."""
         self._errors: dict[tuple[str, int], str] = {}
@@ -57,7 +73,7 @@ class Discovery:
     async def endpoints(self) -> AsyncIterator[list[Endpoint]]:
         """Yield the fixed endpoints at once, and all of them after every resolution of the names; never returns.
 
-        A name that cannot be resolved keeps its last records, since the fault may be the DNS server's.
+        Unless `forgets`, a name that cannot be resolved keeps its last records: the fault may be the DNS server's.
         """
         if self.fixed:
             yield self.fixed
@@ -76,13 +92,16 @@ class Discovery:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 records = await self._resolve(host, port)
         except (OSError, TimeoutError) as error:
+            if self._forgets and getattr(error, "errno", None) in NO_RECORDS:
+                self._resolved[name] = []
             reason = str(error) or "no response"
             if self._errors.get(name) != reason:
                 log.warning("cannot resolve %s (%s); keeping %d addresses", host, reason, len(self._resolved[name]))
             self._errors[name] = reason
         else:
             self._errors.pop(name, None)
-            self._resolved[name] = [Endpoint(join_address(record, port), host) for record in sorted(set(records))]
+            addresses = [join_address(record, port) for record in sorted(set(records))]
+            self._resolved[name] = [Endpoint(address, host, self._labels[name]) for address in addresses]
 
 
 async def _resolve(host: str, port: int) -> Iterable[str]:

@@ -24,15 +24,24 @@ class FakeDraft(FakeDrafter):
         target: FakeTarget,
         acceptance: float = 0.7,
         max_branches: int = 64,
+        weights: str = "",
         translation: str = "",
         **knobs: Any,
     ) -> None:
-        """`max_branches`: see `WorkerLoad`. `translation`: `ModelInfo.tokenizer_translation`; empty: refuse it."""
+        """`max_branches`: see `WorkerLoad`. `weights`: fingerprint of the weights.
+
+        `translation`: `ModelInfo.tokenizer_translation`; empty: refuse it.
+        """
         super().__init__(acceptance, **knobs)
-        self.max_branches, self.translation = max_branches, translation
+        self.weights, self.max_branches, self.translation = weights, max_branches, translation
         self.tokenizers: list[bytes] = []
         """Tokenizers that coordinators have handed over."""
         self.drafts_for(target.choose_legal, self.grammars)
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Fingerprint of the weights; empty: unknown."""
+        return self.weights
 
     def _register(self, server: grpc.aio.Server) -> None:
         draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]

@@ -336,7 +336,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "policy", "queue_size", "running", "queued", "target", "draft", "counters", "max_num_seqs", "speculation", "standby", "targets", "draft_workers")
+    __slots__ = ("version", "uptime_s", "policy", "queue_size", "running", "queued", "target", "draft", "counters", "max_num_seqs", "speculation", "standby", "targets", "draft_workers", "drafts")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +351,7 @@ class GetServerInfoResponse(_message.Message):
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     policy: str
@@ -365,7 +366,34 @@ class GetServerInfoResponse(_message.Message):
     standby: WorkerState
     targets: _containers.RepeatedCompositeFieldContainer[WorkerState]
     draft_workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationState, _Mapping]] = ..., standby: _Optional[_Union[WorkerState, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., draft_workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftModelState]
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationState, _Mapping]] = ..., standby: _Optional[_Union[WorkerState, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., draft_workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[DraftModelState, _Mapping]]] = ...) -> None: ...
+
+class DraftModelState(_message.Message):
+    __slots__ = ("name", "model", "weights_fingerprint", "share", "running", "draft_tokens", "accepted_draft_tokens", "rounds", "completion_tokens", "expected_tokens_per_s", "ready_workers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    READY_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    weights_fingerprint: str
+    share: float
+    running: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    rounds: int
+    completion_tokens: int
+    expected_tokens_per_s: float
+    ready_workers: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., share: _Optional[float] = ..., running: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expected_tokens_per_s: _Optional[float] = ..., ready_workers: _Optional[int] = ...) -> None: ...
 
 class SpeculationState(_message.Message):
     __slots__ = ("draft_steps", "expected_tokens_per_s", "plain_tokens_per_s", "model_acceptance_rate", "ngram_acceptance_rates", "draft_step_s", "verify_s", "verify_row_s", "exchange_s")
@@ -405,18 +433,20 @@ class DraftCounters(_message.Message):
     def __init__(self, draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("address", "state", "reason", "model", "load")
+    __slots__ = ("address", "state", "reason", "model", "load", "draft")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: str
     reason: str
     model: _common_pb2.ModelInfo
     load: _common_pb2.WorkerLoad
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    draft: str
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., draft: _Optional[str] = ...) -> None: ...
 
 class GroupingCounters(_message.Message):
     __slots__ = ("same_length_rounds", "mixed_rounds", "fallback_rounds", "group_sizes")

@@ -11,9 +11,10 @@ from specpool.drafting.acceptance import agreement_length, known_tokens, likely_
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.outcome import DraftCall, draft_steps
-from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.outcome import DraftCall, draft_steps, lookup_parts
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
+from specpool.drafting.sources import DraftSources
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import WorkerInfo
@@ -22,8 +23,8 @@ from specpool.vllm.rows import Batch, Request, Sequence, match
 
 # Steps without a call for a row after the draft worker had no free slot.
 BACKOFF_ROUNDS = 16
-# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache.
-CACHE_NAMESPACE = b""
+# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache, and stored answers if any.
+CACHE_NAMESPACE, SHARED_SALT = b"", "shared"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Limits:
     """Maximum positions of a row in the draft worker."""
     prefill_tokens: int
     """Maximum prompt tokens sent to the draft worker in one step, for all rows together."""
+    lookup_store_tokens: int = 0
+    """Maximum tokens of finished answers to keep, for lookups by all later rows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Drafts:
 
     @property
     def method(self) -> DraftMethod | None:
-        return None if not self.draft_ids else DraftMethod.MODEL if self.likely_ids else DraftMethod.NGRAM
+        if not self.draft_ids:
+            return None
+        return DraftMethod.MODEL if self.likely_ids else self.plan.lookup.source.method
 
     @property
     def lookup(self) -> Lookup:
@@ -90,12 +95,14 @@ class Drafts:
 class Drafter:
     """Drafts for vLLM's rows. In each step, call `begin`, `take` if the draft worker answered, then `drafts`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, method: DraftMethod = DraftMethod.BEST) -> None:
         self.round_id = 0
         """Number of the current round."""
         self._costs = StepCosts()
-        self.drafting = Drafting(limits.num_speculative_tokens, self._costs)
-        self._limits, self._request = limits, Request(limits.num_speculative_tokens)
+        sources = DraftSources(limits.lookup_store_tokens)
+        self.drafting = Drafting(limits.num_speculative_tokens, self._costs, sources)
+        salt = SHARED_SALT if limits.lookup_store_tokens else ""
+        self._limits, self._request = limits, Request(limits.num_speculative_tokens, method, salt)
         self._ids = count(1)
         self._sequences: list[Sequence] = []
         self.forget_rows()
@@ -212,21 +219,33 @@ class Drafter:
         """Commit the tokens that the rows gained. Return the sequences without a row."""
         matched, without_row = match(self._sequences, batch, skipped > 0)
         continued = [(row, self._drafts[s.sequence_id]) for row, s in enumerate(matched) if s is not None]
-        if continued and self._all_decode and all(batch.sampled) and len(continued) == len(matched):
-            tokens = sum(1 + drafts.drafted for _, drafts in continued)
-            self._costs.verify.observe(tokens, step_seconds)
-            method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if tokens > len(matched) else None
-            seconds = step_seconds + draft_seconds * self._asked
-            is_trial = any(drafts.plan.is_trial for drafts in self._drafts.values())
-            ledger = self.drafting.lengths.ledger
-            ledger.observe(len(matched), sum(batch.sampled), seconds, method, is_trial, skipped)
         for row, drafts in continued:
             if batch.sampled[row]:
                 self._gain(drafts, batch, row)
+        if continued and self._all_decode and all(batch.sampled) and len(continued) == len(matched):
+            self._observe_step([drafts for _, drafts in continued], step_seconds, draft_seconds, skipped)
         gone = [sequence.sequence_id for sequence in without_row]
+        for sequence in without_row:
+            sequence.is_complete = True
+            self.drafting.sources.observe(sequence, NO_LOOKUP)
         self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
         return gone
+
+    def _observe_step(self, commits: list[Drafts], step_seconds: float, draft_seconds: float, skipped: int) -> None:
+        """Learn from the duration of a step in which all rows decoded."""
+        drafted = sum(drafts.drafted for drafts in commits)
+        self._costs.verify.observe(len(commits) + drafted, step_seconds)
+        method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if drafted else None
+        self.drafting.lengths.ledger.observe(
+            len(commits),
+            sum(len(drafts.token_ids) for drafts in commits),
+            step_seconds + draft_seconds * self._asked,
+            method,
+            any(drafts.plan.is_trial for drafts in self._drafts.values()),
+            skipped,
+            {} if self._asked else lookup_parts(commits),
+        )
 
     def _gain(self, drafts: Drafts, batch: Batch, row: int) -> None:
         """Append the tokens that a row gained. The draft worker's cache remains valid as far as it agrees with them."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from coordinator.workers.interface import MismatchError, WorkerRefusedError, WorkerUnreachableError
+from specpool.drafting.plans import DraftMethod
 from specpool.rpc.security.channel import Connector
 from specpool.vllm.drafter import Drafter
 from specpool.vllm.link import BlockingDraftLink, ServedModel
@@ -39,12 +40,15 @@ INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
 class RemoteDraft:
-    """Draft tokens from a Specpool draft worker for vLLM's batch."""
+    """Draft tokens for vLLM's batch: from a Specpool draft worker, and from lookups in earlier tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Wait for the draft worker. ValueError, in one line, for invalid settings, a worker that does not answer, or
-        a worker with a different tokenizer."""
+        """Wait for the draft worker, if there is one. ValueError, in one line, for invalid settings, a worker that does
+        not answer, or a worker that cannot translate vLLM's tokens."""
+        self._drafter: Drafter | None = None
+        """None: this rank does not draft."""
         self._link: BlockingDraftLink | None = None
+        """None: lookups are the only drafts."""
         self._step_began = time.perf_counter()
         self._error_logged = -SECONDS_BETWEEN_ERRORS
         self._draft_seconds = 0.0
@@ -61,7 +65,6 @@ class RemoteDraft:
     def _start(self, vllm_config: Any) -> None:
         settings = RemoteDraftSettings.from_environment()
         model = VllmModel(vllm_config)
-        self._drafter = Drafter(model.limits(settings))
         if model.drafts:
             _log_links_to_vllm()
             if not (vllm_version() or "").startswith(TESTED_VERSION):
@@ -70,17 +73,26 @@ class RemoteDraft:
                 log.warning(RUNNER_WARNING, vllm_version())
             if model.on_cpu:
                 log.warning(CPU_SAMPLING_WARNING)
-            self._link = self._connect(settings, model)
+            if settings.draft_address is not None:
+                self._link = self._connect(settings.draft_address, settings, model)
+            else:
+                log.info("lookups provide drafts for vLLM; set SPECPOOL_DRAFT_ADDRESS to add a draft worker")
+            self._drafter = Drafter(model.limits(settings), DraftMethod(settings.draft_method))
 
-    def _connect(self, settings: RemoteDraftSettings, model: VllmModel) -> BlockingDraftLink:
-        connector, target = Connector(settings.draft_address, **settings.security), ServedModel(model.info())
+    def _connect(self, address: str, settings: RemoteDraftSettings, model: VllmModel) -> BlockingDraftLink:
+        tokenizer = model.tokenizer()
+        connector, target = Connector(address, **settings.security), ServedModel(model.info(tokenizer), tokenizer)
         link = BlockingDraftLink(connector, f"vllm-{uuid.uuid4().hex}", settings.draft_timeout_seconds, target)
         try:
             link.start(settings.draft_start_seconds)
         except (MismatchError, TimeoutError) as error:
             link.close()
-            raise ValueError(f"cannot use the draft worker at {settings.draft_address}: {error}") from None
-        log.info("draft worker at %s provides drafts for vLLM", settings.draft_address)
+            raise ValueError(f"cannot use the draft worker at {address}: {error}") from None
+        log.info("draft worker at %s provides drafts for vLLM", address)
+        if link.model is not None and link.model.info.tokenizer_translation:
+            info = link.model.info
+            how, coverage = info.tokenizer_translation, info.vocabulary_coverage
+            log.info("it translates tokens (%s): %s has %.0f%% of vLLM's vocabulary", how, info.model, 100 * coverage)
         atexit.register(self.close)
         return link
 
@@ -100,7 +112,8 @@ class RemoteDraft:
         `sampled_token_ids`: tokens gained by each row in this step, none during prefill. `num_tokens_no_spec`: [rows],
         tokens of each row, including those. `token_ids_cpu`: [rows, max_model_len].
         """
-        if self._link is None:
+        drafter = self._drafter
+        if drafter is None:
             return _no_drafts(sampled_token_ids)
         if self._to_skip:
             self._to_skip, self._skipped, self._step_began = self._to_skip - 1, self._skipped + 1, time.perf_counter()
@@ -109,8 +122,8 @@ class RemoteDraft:
         try:
             batch = Batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
             step_seconds = began - self._step_began
-            drafts = self._propose(self._link, batch, step_seconds)
-            if self._drafter.may_skip:
+            drafts = self._propose(drafter, batch, step_seconds)
+            if drafter.may_skip:
                 seconds = time.perf_counter() - began
                 self._to_skip = min(MAX_SKIPPED, int(seconds / (INSPECTION_SHARE * step_seconds)))
             return drafts
@@ -120,27 +133,32 @@ class RemoteDraft:
                 log.exception(
                     "drafting failed; this step has no drafts (vLLM %s, tested: %s)", vllm_version(), TESTED_VERSION
                 )
-            self._link.release(self._drafter.forget_rows())
+            self._release(drafter.forget_rows())
             return _no_drafts(sampled_token_ids)
         finally:
             self._step_began = time.perf_counter()
             self._draft_seconds = self._step_began - began
 
-    def _propose(self, link: BlockingDraftLink, batch: Batch, step_seconds: float) -> list[list[int]]:
-        drafter = self._drafter
-        items, gone = drafter.begin(batch, link.model, step_seconds, self._draft_seconds, self._skipped)
+    def _propose(self, drafter: Drafter, batch: Batch, step_seconds: float) -> list[list[int]]:
+        link = self._link
+        model = None if link is None else link.model
+        items, gone = drafter.begin(batch, model, step_seconds, self._draft_seconds, self._skipped)
         self._skipped = 0
-        link.release(gone)
-        if items:
+        self._release(gone)
+        if link is not None and items:
             # The link logs failures, and backs off.
             with suppress(WorkerUnreachableError, WorkerRefusedError, TimeoutError):
                 proposals, timed = link.propose(drafter.round_id, items, drafter.drafting.hints, step_seconds)
                 drafter.take(items, proposals, timed)
         return drafter.drafts()
 
+    def _release(self, sequence_ids: list[int]) -> None:
+        if self._link is not None:
+            self._link.release(sequence_ids)
+
     def close(self) -> None:
         """Release this process's sequences in the draft worker."""
-        link, self._link = self._link, None
+        self._drafter, link, self._link = None, self._link, None
         if link is not None:
             atexit.unregister(self.close)
             with suppress(Exception):

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.plans import DraftMethod
 from specpool.protocol.sampling import SamplingParams
 
@@ -57,11 +58,17 @@ class Request:
     """What `specpool.drafting.sequences.Request` asks of every row. The draft worker drafts greedily."""
 
     num_speculative_tokens: int
-    adaptive: bool = True
     method: DraftMethod = DraftMethod.BEST
-    sampling: SamplingParams = GREEDY
     cache_salt: str = ""
-    namespace: tuple[str, str] = ("", "")
+    """Not empty: rows share their answers."""
+    adaptive: bool = True
+    sampling: SamplingParams = GREEDY
+    prediction: Items[int] = ()
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """All rows have the same client."""
+        return "", self.cache_salt
 
 
 @dataclass(eq=False)
@@ -69,6 +76,7 @@ class DraftCache:
     """What the draft worker has cached of a sequence."""
 
     num_cached_tokens: int = 0
+    model: DraftModel | None = None
     backoff_until: int = 0
     """First round that may use the draft worker again after it had no free slot."""
 
@@ -93,7 +101,9 @@ class Sequence:
     """Maximum tokens of a row in vLLM."""
     is_decoding: bool = False
     """Whether vLLM has prefilled the row."""
-    is_complete = False
+    is_complete: bool = False
+    """Whether the row has left the batch: finished, aborted or preempted."""
+    num_pending_tokens = 0
     draft: DraftCache = field(default_factory=DraftCache)
 
     def __post_init__(self) -> None:
@@ -105,6 +115,11 @@ class Sequence:
     def max_num_draft_tokens(self) -> int:
         """Maximum useful draft tokens. Every step gains one token more than it accepts."""
         return min(self.request.num_speculative_tokens, self.max_length - len(self.token_ids) - 1)
+
+    @property
+    def max_num_lookup_tokens(self) -> int:
+        """The same: vLLM has one limit for all drafts."""
+        return self.max_num_draft_tokens
 
     @property
     def key(self) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ vLLM calls its interface for custom drafters experimental. Only this module and 
 import io
 from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
@@ -18,12 +18,33 @@ from specpool.vllm.drafter import Limits
 
 TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
+MAX_LOOKUP_STORE_TOKENS = 2**24
+"""Takes 1 GiB."""
+MISTRAL_MODE = "mistral"
+"""vLLM's `tokenizer_mode` without a tokenizer of the Hugging Face library."""
+
+Method = Literal["model", "ngram", "suffix", "best"]
+"""vLLM's requests carry no predictions."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
     """`SPECPOOL_*` variables of the vLLM process."""
 
-    draft_address: DraftAddress = Field(description="host:port of the draft worker")
+    draft_address: DraftAddress | None = Field(
+        None, description="host:port of the draft worker; unset: lookups are the only drafts"
+    )
+    draft_method: Method = Field(
+        "best",
+        description="model (the draft worker), ngram (the row's own tokens), suffix (also earlier answers), or best of "
+        "all per step",
+    )
+    lookup_store_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_LOOKUP_STORE_TOKENS,
+        description="maximum tokens of finished answers to keep, for lookups by all later requests; 0: keep none. vLLM "
+        "names no clients, so users can measure that an answer was given before",
+    )
     draft_start_seconds: Seconds = Field(
         60.0, ge=0, description="time for the draft worker to answer when vLLM starts; vLLM exits afterwards"
     )
@@ -39,6 +60,17 @@ class RemoteDraftSettings(Settings, ClientSecurity):
     prefill_tokens: int = Field(
         512, ge=1, le=UINT32_MAX, description="maximum prompt tokens sent to the draft worker in one step"
     )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        has_address, method = self.draft_address is not None, self.draft_method
+        if method == "model" and not has_address:
+            raise ValueError("draft_method model needs a draft_address")
+        if method in ("ngram", "suffix") and has_address:
+            raise ValueError(f"draft_method {method} does not use the draft worker at draft_address")
+        if self.lookup_store_tokens and method not in ("suffix", "best"):
+            raise ValueError(f"draft_method {method} does not use lookup_store_tokens")
+        return self
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -70,6 +102,7 @@ class VllmModel:
             self._num_speculative_tokens = int(config.speculative_config.num_speculative_tokens)
             self._max_model_len, self._vocab_size = int(model.max_model_len), int(model.get_vocab_size())
             self._model, self._tokenizer = str(model.model), str(model.tokenizer)
+            self._tokenizer_mode, self._eos = str(model.tokenizer_mode), getattr(model.hf_config, "eos_token_id", None)
             self._revision, self._trust_remote_code = model.tokenizer_revision, bool(model.trust_remote_code)
             last_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
             self.drafts = parallel.rank == parallel.world_size - last_stage
@@ -94,12 +127,15 @@ class VllmModel:
             vocab_size=self._vocab_size,
             draft_max_length=settings.draft_max_length or self._max_model_len,
             prefill_tokens=settings.prefill_tokens,
+            lookup_store_tokens=settings.lookup_store_tokens,
         )
 
-    def info(self) -> WorkerInfo:
-        """The model and its tokenizer, to compare with the draft worker's. ValueError if it cannot be read."""
+    def tokenizer(self) -> TokenizerFiles:
+        """The tokenizer, for the draft worker. ValueError if it cannot be read."""
         from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
 
+        if self._tokenizer_mode == MISTRAL_MODE:
+            raise ValueError(f"tokenizer_mode {MISTRAL_MODE} has no tokenizer.json to compare with the draft's; use hf")
         try:  # as vLLM does, so that the user's trust_remote_code decides whether a repository's own code runs
             tokenizer = AutoTokenizer.from_pretrained(
                 self._tokenizer, revision=self._revision, trust_remote_code=self._trust_remote_code
@@ -107,7 +143,13 @@ class VllmModel:
         except (OSError, ValueError, ImportError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot read the tokenizer {self._tokenizer}: {reason}") from None
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer of {self._model} has no fast form (tokenizer.json)")
-        files = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ())
-        return WorkerInfo(model=self._model, tokenizer_fingerprint=files.fingerprint)
+        special = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+        eos = self._eos if isinstance(self._eos, list) else [self._eos]
+        ids = {*eos, tokenizer.eos_token_id} - {None}
+        return TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", special, tuple(sorted(ids)))
+
+    def info(self, tokenizer: TokenizerFiles) -> WorkerInfo:
+        """The model, to compare with the draft worker's."""
+        return WorkerInfo(model=self._model, vocab_size=self._vocab_size, tokenizer_fingerprint=tokenizer.fingerprint)

@@ -20,7 +20,7 @@ SETTINGS = {
     "specpool-draft-worker": ("draft_worker.server", "DraftWorkerSettings"),
     "specpool-target-worker": ("target_worker.server", "TargetWorkerSettings"),
     "specpool-openai": ("specpool.openai.settings", "OpenAISettings"),
-    "specpool generate": ("specpool.cli.generate", "GenerateSettings"),
+    "specpool generate": ("specpool.cli.generate_settings", "GenerateSettings"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from unittest import mock
@@ -32,6 +33,7 @@ class Case:
     ignore_eos: bool
     starts_after: int  # hundredths of a second
     cancelled_after: int | None  # tokens
+    edits: int | None = None  # turn the answer into the client's prediction; None: no prediction
 
 
 def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
@@ -53,14 +55,15 @@ cases = st.builds(
     ignore_eos=st.booleans(),
     starts_after=st.integers(0, 6),
     cancelled_after=st.one_of(st.none(), st.none(), st.integers(0, 10)),
+    edits=st.sampled_from([None, None, 0, 1, 3, MAX_TOKENS]),
 )
 
 
-async def play(client: AsyncClient, case: Case) -> list[int]:
-    """Run one request of a mix; return its tokens up to its end or cancellation."""
+async def play(client: AsyncClient, case: Case, answer: Sequence[int] = ()) -> list[int]:
+    """Run one request of a mix; return its tokens up to its end or cancellation. `answer`: the one to predict."""
     await asyncio.sleep(case.starts_after / 100)
     tokens: list[int] = []
-    call = client.stub.GenerateStream(make_request(case))
+    call = client.stub.GenerateStream(make_request(case, answer))
     async for message in call:
         if message.HasField("complete"):
             assert list(message.complete.token_ids) == tokens
@@ -77,9 +80,24 @@ def assert_equal(mix: list[Case], got: list[list[int]], expected: list[list[int]
         assert tokens == (truth if case.cancelled_after is None else truth[: len(tokens)])
 
 
-def make_request(case: Case) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
+def make_request(case: Case, answer: Sequence[int] = ()) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=case.prompt),
         sampling_params=pb.SamplingParams(max_tokens=case.max_tokens, ignore_eos=case.ignore_eos),
         speculative=pb.SpeculativeParams(num_speculative_tokens=case.k),
     )
+    if answer and case.edits is not None:
+        prediction = edited(answer, case.edits, random.Random(repr(case)))
+        request.speculative.prediction.tokenized.input_ids.extend(prediction)
+    return request
+
+
+def edited(answer: Sequence[int], edits: int, chance: random.Random) -> list[int]:
+    """An answer after some replacements, insertions and deletions of up to two tokens."""
+    tokens = [*answer]
+    for _ in range(edits):
+        place = chance.randrange(len(tokens) + 1)
+        tokens[place : place + chance.randrange(3)] = [
+            chance.randrange(EOS_TOKEN_ID) for _ in range(chance.randrange(3))
+        ]
+    return tokens or [0]

@@ -15,7 +15,7 @@ ITEM = {"sequence_id": 1, "token_ids": [1, 2, 3], "sampling": SAMPLING, "cache_n
 GENERATE = generation_pb2.GenerateRequest(
     tokenized=generation_pb2.TokenizedInput(input_ids=[1, 2, 3]),
     sampling_params=generation_pb2.SamplingParams(max_tokens=3, stop=["x"], logit_bias={3: 1.0}, n=1),
-    speculative=generation_pb2.SpeculativeParams(num_speculative_tokens=2),
+    speculative=generation_pb2.SpeculativeParams(num_speculative_tokens=2, prediction={"text": "xyz"}),
 )
 REQUESTS: list[Message] = [
     GENERATE,
@@ -58,7 +58,7 @@ VALUES: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_FLOAT: st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats() | st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
-    FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([0, 1, 2, 3, 99, -1]),
+    FieldDescriptor.CPPTYPE_ENUM: st.sampled_from([*range(6), 99, -1]),
     FieldDescriptor.CPPTYPE_STRING: TEXTS,
 }
 

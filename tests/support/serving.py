@@ -157,13 +157,14 @@ async def serving(
     probe_seconds: float = 0.05,
     others: Sequence[FakeDraft] = (),
     further_draft_addresses: Sequence[str] = (),
+    labels: Sequence[str] = (),
     new_pool: Callable[[int], TokenizerPool] = local_pool,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Run everything and wait until it serves. Without `with_target`, the target does not answer yet.
 
-    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs. `new_pool`:
-    `TokenizerPool` starts real prompt processes.
+    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs. `labels`: names of the
+    drafts. `new_pool`: `TokenizerPool` starts real prompt processes.
     """
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
@@ -171,7 +172,8 @@ async def serving(
     target_address = await target.start() if with_target else free_address()
     drafts = [*([draft] if draft is not None else []), *others]
     addresses = [await each.start() for each in drafts]
-    draft_address = ",".join([*addresses, *further_draft_addresses]) or None
+    named = [f"{label}={address}" for label, address in zip(labels, addresses, strict=True)] if labels else addresses
+    draft_address = ",".join([*named, *further_draft_addresses]) or None
     with mock.patch("coordinator.workers.link.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(

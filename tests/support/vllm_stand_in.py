@@ -7,14 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specpool.testing import VOCAB_SIZE, FakeTarget, byte_tokenizer
+from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
+from specpool.drafting.ledger import Ledger
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
+from specpool.vllm.costs import LearnedTimes
 
 MAX_MODEL_LEN, MAX_ROWS = 512, 16
 STEP_SECONDS = 0.01
 """Duration of a step. Drafts cannot save time in an instant step."""
+
+
+def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft in every step. test_vllm_pacing.py tests when drafts pay, in virtual time."""
+    monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
+    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
+    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
+    monkeypatch.setattr(Ledger, "observe", lambda *_: None)
+    monkeypatch.setattr(LearnedTimes, "observe", lambda *_: None)
 
 
 def save_tokenizer(folder: Path) -> str:
@@ -29,7 +42,9 @@ def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, 
         model_config=SimpleNamespace(
             model="served",
             tokenizer=tokenizer,
+            tokenizer_mode="auto",
             tokenizer_revision=None,
+            hf_config=SimpleNamespace(eos_token_id=[EOS_TOKEN_ID]),
             trust_remote_code=False,
             max_model_len=MAX_MODEL_LEN,
             get_vocab_size=lambda: VOCAB_SIZE,

@@ -39,7 +39,8 @@ class Mixes:
         """Run a mix while workers lose their caches, and assert plain tokens."""
         expected = [await self.plain(case) for case in mix]
         forgetting = asyncio.create_task(self.service.forget_after(forget_after))
-        got = await asyncio.gather(*(play(self.service.client, case) for case in mix))
+        plays = (play(self.service.client, case, answer) for case, answer in zip(mix, expected, strict=True))
+        got = await asyncio.gather(*plays)
         await forgetting
         assert_equal(mix, got, expected)
         await self.service.wait_idle()
@@ -63,6 +64,16 @@ def test_tiny_pair_accepts_and_rejects_drafts(mixes: Mixes) -> None:
     response, info = mixes.runner.run(ask())
     assert 0.05 < response.speculative_decoding.draft_acceptance_rate < 0.95
     assert info.target.equivalence == EQUIVALENCE_BITWISE
+
+
+def test_tokens_of_predictions_are_accepted_and_rejected(mixes: Mixes) -> None:
+    async def ask() -> pb.Usage:
+        case = Case(make_prompt((0, 20)), MAX_TOKENS, 4, True, 0, None, edits=3)
+        request = make_request(case, await mixes.plain(case))
+        return (await mixes.service.client.stub.Generate(request)).usage
+
+    usage = mixes.runner.run(ask())
+    assert min(usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) > 0
 
 
 @settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -170,8 +170,8 @@ async def test_sequence_with_tokens_unknown_to_the_draft_gets_no_draft() -> None
     """One such sequence would make the draft worker refuse the whole round."""
     round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
     sequence.target.commit(1)
-    assert round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=900)) == []
-    (item,) = round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=901))
+    assert round_.propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=900)) == []
+    (item,) = round_.propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=901))
     assert item.num_draft_tokens == 3
 
 

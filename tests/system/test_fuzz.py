@@ -96,20 +96,40 @@ def prompt(chance: random.Random) -> tuple[dict[str, Any], int, set[str]]:
     return {"tokenized": pb.TokenizedInput(input_ids=ids)}, 1, {"tokenized.input_ids"}
 
 
+def speculation(chance: random.Random) -> tuple[pb.SpeculativeParams, set[str]]:
+    """Random speculation parameters, and the names of those that are invalid."""
+    wrong, params = set[str](), pb.SpeculativeParams(method=chance.choice([*[0] * 9, *pb.DraftMethod.values()]))
+    if (k := chance.choice([None, None, 0, 4, 4, 16, 16, 17])) is not None:
+        params.num_speculative_tokens = k
+        wrong |= {"num_speculative_tokens"} if k == 17 else set()
+    kind = chance.choice([*[""] * 12, "text", "text", "tokenized", "none", "long", "unknown"])
+    if not kind:
+        return params, wrong | ({"method"} if params.method == pb.DRAFT_METHOD_PREDICTION else set())
+    params.prediction.SetInParent()
+    if kind == "text":
+        params.prediction.text = chance.choice(["a", "ab c\n" * 9])
+    elif kind != "none":
+        ids = {"tokenized": [5, 6], "long": [1] * MAX_MODEL_LEN, "unknown": [1, VOCAB]}[kind]
+        params.prediction.tokenized.input_ids.extend(ids)
+    # Without drafts, unknown ids are ignored.
+    wrong |= {"prediction.tokenized.input_ids"} if kind == "long" or (kind == "unknown" and k != 0) else set()
+    no_method = params.method in (pb.DRAFT_METHOD_MODEL, pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_SUFFIX)
+    return params, wrong | ({"prediction"} if kind == "none" or no_method else set())
+
+
 def random_request(chance: random.Random) -> tuple[pb.GenerateRequest, set[str]]:
     """A random request, and the fields that a refusal may name (none: it is valid)."""
     form, length, wrong = prompt(chance)
     fields, wrong_fields = sampling_params(chance, length)
-    k = chance.choice([None, 0, 4, 16, 17])
-    wrong |= {f"sampling_params.{name}" for name in wrong_fields} | (
-        {"speculative.num_speculative_tokens"} if k == 17 else set()
-    )
+    speculative, wrong_speculative = speculation(chance)
+    wrong |= {f"sampling_params.{name}" for name in wrong_fields}
+    wrong |= {f"speculative.{name}" for name in wrong_speculative}
     request_id = "x" * chance.choice([0, 0, 0, 0, 0, 129])
     wrong |= {"request_id"} if request_id else set()
     return pb.GenerateRequest(
         request_id=request_id,
         sampling_params=pb.SamplingParams(**fields),
-        speculative=pb.SpeculativeParams(num_speculative_tokens=k),
+        speculative=speculative,
         **form,
     ), wrong
 

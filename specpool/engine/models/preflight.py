@@ -64,16 +64,22 @@ def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES
         check_pair(options, draft)
 
 
-def check_pair(target: EngineOptions, draft: EngineOptions, *, translates: bool = False) -> None:
+def check_pair(
+    target: EngineOptions,
+    draft: EngineOptions,
+    names: Mapping[str, str] = OPTION_NAMES,
+    *,
+    translates: bool = False,
+) -> None:
     """Raise InvalidOptionError if both models are local and the draft does not fit the target.
 
-    `translates`: whether a draft worker runs the draft, so that tokenizers may differ.
+    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft, so that tokenizers may differ.
     """
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
     if not translates:
-        check_same_tokenizer(target, draft, TRANSLATE)
+        check_same_tokenizer(target, draft, TRANSLATE, names)
     elif features is not None:
-        check_same_tokenizer(target, draft, "hidden states have no translation")
+        check_same_tokenizer(target, draft, "hidden states have no translation", names)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
         return  # loading says what is wrong
     reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))
@@ -87,10 +93,12 @@ def check_pair(target: EngineOptions, draft: EngineOptions, *, translates: bool 
         ),
     )
     if reason is not None:
-        raise InvalidOptionError("draft", reason)
+        raise InvalidOptionError("draft", reason, names)
 
 
-def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, remedy: str) -> None:
+def check_same_tokenizer(
+    target: EngineOptions, draft: EngineOptions, remedy: str, names: Mapping[str, str] = OPTION_NAMES
+) -> None:
     """Raise InvalidOptionError with a remedy if both models are local and their vocabularies differ."""
     files = [_tokenizer_file(options) for options in (target, draft)]
     contents = [file.read_bytes() for file in files if file is not None]
@@ -101,7 +109,8 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, remedy: st
     except (ValueError, LookupError, TypeError, RecursionError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
-        raise InvalidOptionError("draft", f"{draft.model} uses a different tokenizer than {target.model}; {remedy}")
+        reason = f"{draft.model} uses a different tokenizer than {target.model}; {remedy}"
+        raise InvalidOptionError("draft", reason, names)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from specpool.rpc.security.channel import (
     TARGET_WORKER_PORT,
     check_address,
     check_addresses,
+    check_named_addresses,
 )
 from specpool.rpc.security.settings import ServerSecurity
 
@@ -64,8 +65,10 @@ CoordinatorAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(
 TargetAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=TARGET_WORKER_PORT))]
 TargetAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=TARGET_WORKER_PORT))]
 DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=DRAFT_WORKER_PORT))]
-DraftAddresses = Annotated[str, Field(min_length=1), AfterValidator(partial(check_addresses, port=DRAFT_WORKER_PORT))]
-"""Addresses, separated by commas."""
+DraftAddresses = Annotated[
+    str, Field(min_length=1), AfterValidator(partial(check_named_addresses, port=DRAFT_WORKER_PORT))
+]
+"""Addresses, separated by commas. Those of drafts may have names: NAME=ADDRESS."""
 
 S = TypeVar("S", bound="Settings")
 

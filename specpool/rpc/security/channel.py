@@ -19,6 +19,7 @@ FOLLOWED = "dns:///"
 _PORT = re.compile(r":(\d+)$")
 # Addresses of gRPC without ports: sockets and names that a service resolves.
 _WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _URL = re.compile(r"https?://([^/]*)", re.IGNORECASE)
 _HOST_AND_PORT = re.compile(r"(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):(\d+)")
 
@@ -79,6 +80,26 @@ def check_addresses(addresses: str, port: int) -> str:
         if checked.count(address) > 1:
             raise ValueError(f"{address} is listed twice")
     return ",".join(checked)
+
+
+def check_named_addresses(addresses: str, port: int) -> str:
+    """Like `check_addresses`, with entries that may begin with a name: NAME=ADDRESS."""
+    entries = split_named(addresses)
+    for name, address in entries:
+        if address.startswith("=") or (name and not _NAME.fullmatch(name)):
+            raise ValueError(f"{name!r} is no name: use up to 32 letters, digits, '.', '_' and '-'")
+    check_addresses(",".join(address for _, address in entries), port)
+    return ",".join(f"{name}={address}" if name else address for name, address in entries)
+
+
+def split_named(addresses: str) -> list[tuple[str, str]]:
+    """Return the name, or "", and the address of each entry of a comma-separated list."""
+    found: list[tuple[str, str]] = []
+    for entry in split_addresses(addresses):
+        name, _, address = entry.partition("=")
+        is_named = bool(name and address) and not {":", "/"} & {*name}  # a socket's path may contain "="
+        found.append((name.strip(), address.strip()) if is_named else ("", entry))
+    return found
 
 
 def is_followed(address: str) -> bool:

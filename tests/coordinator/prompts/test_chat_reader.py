@@ -229,7 +229,7 @@ def test_chats_at_the_limits_are_read() -> None:
          'the chat template has no option "enable_thinkin"; its options: enable_thinking'),
         (THINKING_TEMPLATE, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", 'no option "messages"'),
         ("{{ messages }}", {"tools": [WEATHER]}, "tools", "the chat template does not support tools"),
-        (THINKING_TEMPLATE, {"tools": [{"x": "y" * 30_000}]}, "messages", "the prompt has 30029 bytes, more than"),
+        (THINKING_TEMPLATE, {"tools": [{"x": "y" * 30_000}]}, "messages", "has 30029 bytes, more than"),
     ],
 )  # fmt: skip
 async def test_a_server_refuses_unknown_options_and_unread_tools(

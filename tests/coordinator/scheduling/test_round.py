@@ -342,7 +342,7 @@ class Simulation:
         if round_.drafts_ahead:
             round_.take_branches()
             return
-        items = round_.propose_items(self.draft_limits)
+        items = round_.propose_items(lambda _: self.draft_limits)
         check_propose_items(group, items, self.budget, self.draft_max_len)
         is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
@@ -358,7 +358,7 @@ class Simulation:
     def draft_ahead(self, round_: Round, group: list[Sequence]) -> None:
         if not round_.drafts_ahead or self.fails():  # the draft worker is unavailable
             return
-        items = round_.ahead_items(self.draft_limits)
+        items = round_.ahead_items(lambda _: self.draft_limits)
         by_id, long = {sequence.sequence_id: sequence for sequence in group}, 0
         for item in items:
             sequence = by_id.pop(item.sequence_id)
@@ -504,7 +504,7 @@ def run_once(
 ) -> tuple[list[ProposeItem], list[VerifyItem]]:
     """Run a round. `is_right`: for each draft token, whether it equals the target's choice."""
     round_ = Round(round_id, sequences, budget)
-    propose_items = round_.propose_items(NO_LIMITS)
+    propose_items = round_.propose_items(lambda _: NO_LIMITS)
     round_.take_proposals([draft.propose(item, is_right) for item in propose_items], VOCAB_SIZE)
     verify_items = round_.verify_items()
     round_.commit([target.verify(item) for item in verify_items])
@@ -532,7 +532,7 @@ def test_a_wrong_prediction_loses_no_cache() -> None:
     run_once([sequence], target, draft, [], budget=8)
     sequence.target.predicted = sequence.draft.predicted = 16
     round_ = Round(2, [sequence], 100)
-    round_.take_proposals([draft.propose(item, []) for item in round_.propose_items(NO_LIMITS)], VOCAB_SIZE)
+    round_.take_proposals([draft.propose(item, []) for item in round_.propose_items(lambda _: NO_LIMITS)], VOCAB_SIZE)
     (item,) = round_.verify_items()
     assert (item.base_length, item.expected_prefix_length) == (8, 8)
     round_.commit([target.verify(item)])
@@ -554,7 +554,9 @@ def test_recomputed_positions_are_no_cached_prefix() -> None:
     sequence.draft.commit(20)
     sequence.target.commit(19)
     sequence.draft.add_features(bytes(9 * wanted.spec.row_bytes), 19, wanted)  # of the positions from 10 on
-    (item,) = Round(1, [sequence], 100).propose_items(replace(NO_LIMITS, feature_layers=(1,), feature_width=1))
+    (item,) = Round(1, [sequence], 100).propose_items(
+        lambda _: replace(NO_LIMITS, feature_layers=(1,), feature_width=1)
+    )
     assert (item.base_length, item.token_ids, item.expected_prefix_length) == (11, PROMPT[11:], 0)
     assert len(item.features) == 9 * wanted.spec.row_bytes
 
@@ -613,7 +615,7 @@ def test_nothing_is_drafted_while_the_target_has_no_slot() -> None:
         token_ids = (5,) if status is ItemStatus.OK else ()
         round_.commit([Verdict(0, status, token_ids, len(item.token_ids))])
         worker = WorkerInfo(max_model_len=100, vocab_size=300)
-        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(worker)) == num_items
+        assert len(Round(2, [sequence], prefill_tokens=100).propose_items(lambda _, limits=worker: limits)) == num_items
 
 
 def test_stale_responses_change_no_tokens() -> None:
@@ -665,7 +667,9 @@ def test_statistics_agree_with_the_tokens_emitted(
         if sequence.finish is not None:
             break
         round_ = Round(number, [sequence], 100)
-        round_.take_proposals([draft.propose(item, is_right) for item in round_.propose_items(NO_LIMITS)], VOCAB_SIZE)
+        round_.take_proposals(
+            [draft.propose(item, is_right) for item in round_.propose_items(lambda _: NO_LIMITS)], VOCAB_SIZE
+        )
         (item,) = round_.verify_items()
         for commit in round_.commit([target.verify(item)]):
             counters.add_commit(commit)
@@ -699,7 +703,7 @@ def test_the_branch_that_came_true_becomes_the_next_draft() -> None:
         assert round_.drafts_ahead
         round_.take_branches()
         verified = round_.verify_items()
-        (item,) = round_.ahead_items(NO_LIMITS)
+        (item,) = round_.ahead_items(lambda _: NO_LIMITS)
         assert (item.num_branches, item.num_unverified) == (4, len(verified[0].draft_token_ids))
         round_.take_ahead([draft.propose(item, [True] * 9)], VOCAB_SIZE)
         (commit,) = round_.commit([target.verify(each) for each in verified])
@@ -718,7 +722,7 @@ def test_the_target_selects_the_branch_that_came_true() -> None:
     round_ = Round(1, [sequence], 100, plans)
     answers, drafted = [target.verify(each, 1) for each in round_.verify_items()], []
     for number in range(2, 7):
-        (item,) = round_.ahead_items(NO_LIMITS)
+        (item,) = round_.ahead_items(lambda _: NO_LIMITS)
         round_.take_ahead([draft.propose(item, [True] * 9)], VOCAB_SIZE)
         following = Round(number, [sequence], 100, plans)
         following.take_branches()
@@ -774,7 +778,10 @@ def test_a_sequence_without_its_branch_is_verified_without_drafts() -> None:
         round_ = Round(number, [covered, missed], 100, plans)
         round_.take_branches()
         verified = round_.verify_items()
-        answers = [draft.propose(i, [i.sequence_id == covered.sequence_id] * 9) for i in round_.ahead_items(NO_LIMITS)]
+        answers = [
+            draft.propose(i, [i.sequence_id == covered.sequence_id] * 9)
+            for i in round_.ahead_items(lambda _: NO_LIMITS)
+        ]
         round_.take_ahead(answers, VOCAB_SIZE)
         commits = round_.commit([target.verify(each) for each in verified])
     assert [commit.drafted for commit in commits] == [3, 0]
@@ -785,7 +792,7 @@ def test_branches_that_the_worker_did_not_draft_count_as_misses() -> None:
     sequence = make_sequence(k=3)
     round_ = Round(1, [sequence], 100, {sequence.sequence_id: DraftPlan(3, num_branches=4)})
     verified = round_.verify_items()
-    (item,) = round_.ahead_items(NO_LIMITS)
+    (item,) = round_.ahead_items(lambda _: NO_LIMITS)
     proposal = Worker().propose(item, [True] * 9)
     round_.take_ahead([replace(proposal, branches=proposal.branches[:1])], VOCAB_SIZE)
     (commit,) = round_.commit([Worker().verify(each) for each in verified])
@@ -801,7 +808,7 @@ def test_a_sequence_without_branches_keeps_its_draft_cache() -> None:
         round_ = Round(number, [first, second], 100, plans)
         round_.take_branches()
         verified = round_.verify_items()
-        items = [item for item in round_.ahead_items(NO_LIMITS) if item.sequence_id == 1 or number == 1]
+        items = [item for item in round_.ahead_items(lambda _: NO_LIMITS) if item.sequence_id == 1 or number == 1]
         round_.take_ahead([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
         before = second.draft.num_cached_tokens
         round_.commit([target.verify(each) for each in verified])
@@ -823,7 +830,7 @@ def verify_once(sequence: Sequence, answer: Callable[[VerifyItem], Verdict], pla
 
 
 def test_forced_tokens_count_apart_from_those_of_the_draft_method() -> None:
-    lookup = DraftPlan(lookup_ids=(5, 6))
+    lookup = DraftPlan(lookup_ids=(5, 6), lookup=Lookup((5, 6)))
     cases: list[tuple[tuple[int, ...], tuple[int, int, int, int]]] = [
         ((5, 6, 7, 8, 9), (2, 2, 2, 2)),
         ((5, 6, 7, 3), (2, 2, 2, 1)),

@@ -466,7 +466,7 @@ def test_queued_prompt_tokens_are_limited() -> None:
     submit(window, make_sequence(0, prompt=(1,) * 500, client="a"))  # enters at once
     window.admit()
     submit(window, make_sequence(1, prompt=(1,) * 90, client="a"))
-    with pytest.raises(QueueLimitError, match="90 prompt tokens wait, of at most 100"):
+    with pytest.raises(QueueLimitError, match="90 tokens wait, of at most 100"):
         window.queue.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
     submit(window, make_sequence(3, prompt=(1,) * 10, client="a"), make_sequence(4, prompt=(1,) * 100, client="b"))
     with pytest.raises(QueueLimitError):

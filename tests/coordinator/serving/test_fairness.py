@@ -110,7 +110,7 @@ async def test_refusals_by_client_and_token_limits_have_a_retry_delay() -> None:
             await served.stub.Generate(make_request([1], temperature=1.0, n=4), metadata=BOB)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         calls += await submit(served, [make_request([1] * 30)], BOB, [])
-        with pytest.raises(grpc.aio.AioRpcError, match="70 prompt tokens wait, of at most 50"):
+        with pytest.raises(grpc.aio.AioRpcError, match="70 tokens wait, of at most 50"):
             await served.stub.Generate(make_request([1] * 5), metadata=BOB)
         served.target.open.set()
         await asyncio.gather(*calls)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("clients_by_metadata")
 
 def salted(salt: str, number: int = 1, **fields: Any) -> pb.GenerateRequest:
     """A request whose answer repeats no run of tokens by itself."""
-    request = make_request([number, 2, 3], MAX_TOKENS, method=pb.DRAFT_METHOD_NGRAM, ignore_eos=True, **fields)
+    request = make_request([number, 2, 3], MAX_TOKENS, method=pb.DRAFT_METHOD_SUFFIX, ignore_eos=True, **fields)
     request.cache_salt = salt
     return request
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from draft_links import STEP_SECONDS, FakeLink, group_of, item, propose, two_links
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,98 +14,17 @@ from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.interface import Cause, WorkerRefusedError, WorkerUnreachableError
 from specpool.drafting.costs import StepTimes, Timed
+from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.features import FeatureSpec
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 from specpool.protocol.sampling import SamplingParams
-from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.discovery import Discovery, Endpoint
-from specpool.testing.fake_caches import FakeCaches
-
-STEP_SECONDS = {1: 0.001, 8: 0.002}
-WRONG_TOKEN = -1
 
 
-class FakeLink(FakeCaches):
-    """A link to a worker that checks its caches."""
-
-    def __init__(self, address: str, slots: int = 100) -> None:
-        super().__init__(slots)
-        self.address, self.reason, self.is_ready, self.is_releasing = address, "", True, False
-        self.info = WorkerInfo(vocab_size=100, max_model_len=1000, max_branches=4, slots_total=slots)
-        self.hosts_and_devices = frozenset({(address, "cpu")})
-        self.step_times = StepTimes(STEP_SECONDS)
-        self.error: Exception | None = None
-        self.pending: set[int] = set()
-        """Releases that the worker has not seen."""
-        self.seen: list[ProposeItem] = []
-        """Items of the last call."""
-        self.refused: set[int] = set()
-        """Sequences without a slot in the last call."""
-        self.seconds = 0.001
-        self.tokens: dict[int, list[int]] = {}
-        """Committed tokens of all sequences."""
-        self.is_closed = False
-
-    def release_soon(self, sequence_ids: Iterable[int]) -> None:
-        self.pending.update(sequence_ids)
-        if self.is_ready:
-            self.send_releases()
-
-    def send_releases(self) -> None:
-        for sequence_id in self.pending:
-            self.release(sequence_id)
-        self.pending.clear()
-
-    async def propose(self, round_id: int, items: list[ProposeItem], *hints: Any) -> tuple[list[Proposal], Timed]:
-        assert self.is_ready
-        self.seen = items
-        await asyncio.sleep(0)
-        if self.error is not None:
-            self.is_ready, error, self.error = False, self.error, None
-            raise error
-        return [self.answer(item) for item in items], Timed(self.seconds, self.seconds / 2)
-
-    def answer(self, item: ProposeItem) -> Proposal:
-        sequence_id = item.sequence_id
-        status, _ = self.realign(sequence_id, item, item.end)
-        if status is not ItemStatus.OK:
-            if status is ItemStatus.NO_SLOT:
-                self.refused.add(sequence_id)
-            return Proposal(sequence_id, status)
-        self.keep(sequence_id)
-        cached = self.caches[sequence_id]
-        assert cached == self.tokens[sequence_id][: len(cached)], "the worker continues another text"
-        self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # drafted, and later rejected
-        return Proposal(sequence_id, ItemStatus.OK, (1, 2, 3), len(cached) + 2)
-
-    async def keep_connected(self) -> None:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
-
-
-def group_of(*links: FakeLink) -> DraftGroup:
-    by_address = {link.address: link for link in links}
-    discovery = Discovery(by_address)
-    return DraftGroup(discovery, lambda endpoint: by_address[endpoint.address])  # type: ignore[arg-type, return-value]
-
-
-def item(sequence_id: int, base_length: int = 0, count: int = 3, **fields: Any) -> ProposeItem:
-    sampling = SamplingParams() if not base_length else None
-    tokens = tuple(range(base_length, base_length + count))
-    return ProposeItem(sequence_id, base_length, tokens, sampling=sampling, num_draft_tokens=3, **fields)
-
-
-def two_links(**knobs: Any) -> tuple[FakeLink, FakeLink]:
-    links = FakeLink("a", **knobs), FakeLink("b", **knobs)
-    for link in links:
-        link.tokens = {sequence_id: [*range(100)] for sequence_id in range(100)}
-    return links
-
-
-async def statuses(group: DraftGroup, round_id: int, *items: ProposeItem) -> dict[int, str]:
-    proposals, _ = await group.propose(round_id, items)
+async def statuses(
+    group: DraftGroup, round_id: int, *items: ProposeItem, models: dict[int, DraftModel | None] | None = None
+) -> dict[int, str]:
+    proposals, _ = await propose(group, round_id, items, models)
     return {proposal.sequence_id: proposal.status.name for proposal in proposals}
 
 
@@ -113,7 +32,7 @@ async def test_items_are_split_and_merged_in_order() -> None:
     a, b = two_links()
     a.seconds, b.seconds = 0.002, 0.005
     group = group_of(a, b)
-    proposals, timed = await group.propose(1, [item(i) for i in (4, 3, 2, 1)])
+    proposals, timed = await propose(group, 1, [item(i) for i in (4, 3, 2, 1)])
     assert [proposal.sequence_id for proposal in proposals] == [4, 3, 2, 1]
     assert (sorted(a.caches), sorted(b.caches)) == ([2, 4], [1, 3])
     assert timed == Timed(0.005, 0.0025)
@@ -127,7 +46,7 @@ async def test_items_are_split_and_merged_in_order() -> None:
 async def test_failure_costs_only_the_workers_own_sequences(error: Exception) -> None:
     a, b = two_links()
     group = group_of(a, b)
-    await group.propose(1, [item(i) for i in range(4)])
+    await propose(group, 1, [item(i) for i in range(4)])
     b.error = error
     assert await statuses(group, 2, *(item(i, 3) for i in range(4))) == {0: "OK", 2: "OK"}
     moved = await statuses(group, 3, *(item(i, 6) for i in range(4)))
@@ -144,10 +63,10 @@ async def test_failure_costs_only_the_workers_own_sequences(error: Exception) ->
 async def test_failure_of_all_is_raised() -> None:
     a, b = two_links()
     group = group_of(a, b)
-    await group.propose(1, [item(0), item(1)])
+    await propose(group, 1, [item(0), item(1)])
     a.error, b.error = WorkerRefusedError("a"), WorkerRefusedError("b")
     with pytest.raises(WorkerRefusedError, match="a"):
-        await group.propose(2, [item(0, 3), item(1, 3)])
+        await propose(group, 2, [item(0, 3), item(1, 3)])
     assert not group.is_ready
     a.is_ready = b.is_ready = True
     assert await statuses(group, 3, item(0, 3), item(1, 3)) == {0: "OK", 1: "OK"}, "both kept their caches"
@@ -172,7 +91,7 @@ async def test_full_worker_passes_sequences_on() -> None:
 async def test_cache_that_cannot_grow_moves() -> None:
     a, b = two_links()
     group = group_of(a, b)
-    await group.propose(1, [item(0)])
+    await propose(group, 1, [item(0)])
     a.answer = lambda item: Proposal(item.sequence_id, ItemStatus.NO_SLOT)  # type: ignore[method-assign]
     assert await statuses(group, 2, item(0, 3)) == {0: "CACHE_MISS"}
     assert not a.caches
@@ -187,7 +106,7 @@ async def test_sequences_are_placed_where_their_prefix_may_be_cached() -> None:
     def shared(sequence_id: int, expected: int = 32) -> ProposeItem:
         return item(sequence_id, count=40, cache_namespace=b"x", expected_prefix_length=expected)
 
-    await group.propose(1, [shared(0, expected=0)])
+    await propose(group, 1, [shared(0, expected=0)])
     assert await statuses(group, 2, shared(1)) == {1: "OK"}
     assert sorted(a.caches) == [0, 1]
     assert await statuses(group, 3, shared(2)) == {2: "CACHE_MISS"}, "balance matters more"
@@ -201,40 +120,41 @@ async def test_sequences_are_placed_where_their_prefix_may_be_cached() -> None:
 async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
     a, b = two_links()
     group = group_of(a, b)
-    await group.propose(1, [item(0), item(1)])
+    await propose(group, 1, [item(0), item(1)])
     b.is_ready, b.reason = False, "certificates have changed"
     assert await statuses(group, 2, item(0, 3), item(1, 3)) == {0: "OK"}
     b.is_ready = True
     assert await statuses(group, 3, item(0, 6), item(1, 3)) == {0: "OK", 1: "OK"}
 
 
-async def test_states_are_needed_if_all_workers_read_the_same() -> None:
-    a, b = two_links()
+async def test_states_are_needed_if_no_drafts_read_different_ones() -> None:
+    a, b = FakeLink("a"), FakeLink("b", weights="two")
     group, spec = group_of(a, b), FeatureSpec((10, 20), 64)
-    reading = replace(a.info, feature_layers=spec.layers, feature_width=spec.width)
-    assert group.info.features is None
-    a.info = reading
-    assert group.info.features is None
-    b.info = reading
-    assert group.info.features == spec
+    assert group.roster.features is None
+    a.info = replace(a.info, feature_layers=spec.layers, feature_width=spec.width)
+    assert group.roster.features == spec
+    assert [model.features for model in group.roster.models] == [spec, None]
     b.info = replace(b.info, feature_layers=(10,), feature_width=32)
-    assert group.info.features is None
+    assert group.roster.features is None
     b.is_ready = False
-    assert group.info.features == spec
+    assert group.roster.features == spec
 
 
 async def test_common_limits() -> None:
     a, b = two_links()
-    b.info = replace(b.info, vocab_size=90, max_model_len=500, max_branches=0)
+    b.info = replace(b.info, max_model_len=500, max_branches=0)
     group = group_of(a, b)
-    assert group.info == b.info
+    (model,) = group.roster.models
+    limits = group.roster.limits(model)
+    assert limits is not None
+    assert (limits.max_model_len, limits.max_branches, model.max_model_len) == (500, 0, 500)
     assert group.hosts_and_devices == {("a", "cpu"), ("b", "cpu")}
     shared = group.step_times
     assert shared is group.step_times
     assert (shared(2), shared(16)) == (STEP_SECONDS[1], STEP_SECONDS[8])
     b.is_ready = False
     assert group.step_times is a.step_times
-    assert group.info is a.info
+    assert [each.max_model_len for each in group.roster.models] == [1000]
     b.is_ready, b.step_times = True, StepTimes({1: 0.01, 8: 0.02})
     assert group.step_times(2) == 0.01, "the slowest counts"
 
@@ -267,9 +187,9 @@ async def test_workers_come_and_go() -> None:
     assert group.step_times(1) > 0
     following = asyncio.create_task(group.keep_connected())
     await names.change("a")
-    await group.propose(1, [item(0), item(1)])
+    await propose(group, 1, [item(0), item(1)])
     await names.change("a", "b")
-    await group.propose(2, [item(0, 3), item(1, 3), item(2), item(3)])
+    await propose(group, 2, [item(0, 3), item(1, 3), item(2), item(3)])
     assert (sorted(a.caches), sorted(b.caches)) == ([0, 1], [2, 3]), "only new sequences go to the new worker"
     await names.change("b")
     assert await statuses(group, 3, item(0, 6), item(4)) == {0: "OK", 4: "OK"}
@@ -293,6 +213,7 @@ class Sequence:
     def __init__(self, sequence_id: int, tokens: list[int], predicted: int) -> None:
         self.sequence_id, self.tokens, self.length, self.predicted = sequence_id, tokens, 40, predicted
         self.cached = self.backoff_until = 0
+        self.model: DraftModel | None = None
 
     def item(self) -> ProposeItem:
         base = min(self.cached, self.length - 1)
@@ -311,7 +232,8 @@ class Sequence:
 @given(st.integers(0), st.integers(2, 4), st.integers(1, 5))
 def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -> None:
     """Sequences are on one worker each, move only when they must, and every worker has the text that it continues."""
-    chance, links = random.Random(seed), [FakeLink(str(i), slots) for i in range(workers)]
+    chance = random.Random(seed)
+    links = [FakeLink(str(i), slots, weights=chance.choice("ab")) for i in range(workers)]
     group = group_of(*links)
     sequences: list[Sequence] = []
     placed: dict[int, FakeLink | None] = {}
@@ -337,11 +259,21 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
         asked = [each for each in sequences if chance.random() < 0.8 and round_id >= each.backoff_until]
         if not asked or not group.is_ready:
             continue
+        for each in asked:
+            if each.model not in (ready := group.roster.models):
+                each.model = chance.choice(ready)
         for link in links:
             link.seen, link.refused = [], set()
         may_move |= {each for each, link in placed.items() if link is not None and not link.is_ready}
+        may_move |= {
+            each.sequence_id for each in asked if (on := placed[each.sequence_id]) and on.model is not each.model
+        }
         try:
-            proposals, _ = asyncio.run(group.propose(round_id, [each.item() for each in asked]))
+            proposals, _ = asyncio.run(
+                propose(
+                    group, round_id, [each.item() for each in asked], {each.sequence_id: each.model for each in asked}
+                )
+            )
         except WorkerUnreachableError:
             proposals = []
         answered = [proposal.sequence_id for proposal in proposals]
@@ -354,6 +286,7 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
         served = [(each.sequence_id, link) for link in links for each in link.seen]
         assert len(dict(served)) == len(served), "a sequence is on one worker"
         for sequence_id, link in served:
+            assert link.model is by_id[sequence_id].model
             assert placed[sequence_id] in (None, link) or sequence_id in may_move
             placed[sequence_id] = link
             may_move.discard(sequence_id)

@@ -19,7 +19,8 @@ from serving import Serving, free_address, serving
 from template_target import TemplateTarget
 
 from specpool.cli import main as command
-from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.generate import generate
+from specpool.cli.generate_settings import GenerateSettings
 from specpool.cli.processes import run_module, start_module
 from specpool.client import AsyncClient, DivergedError
 from specpool.client.prompts import PromptFileError, read_prompts
@@ -110,8 +111,8 @@ async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, se
     status, out, err = await specpool("generate", "--address", served.address, *options, stdin=lines)
     refused, answered = map(json.loads, out.splitlines())
     assert (status, refused["id"]) == (1, 1)
-    assert "the prompt is empty" in refused["error"]
-    assert "the prompt is empty" in err
+    assert "text: must not be empty" in refused["error"]
+    assert "text: must not be empty" in err
     assert len(answered["token_ids"]) == 2
 
 
@@ -170,6 +171,63 @@ async def test_answers_can_be_constrained(specpool: Specpool, served: Serving, t
         status, _, err = await specpool("generate", "--address", served.address, *arguments)
         assert status == 1
         assert err.startswith(f"specpool generate: {prefix}INVALID_ARGUMENT: sampling_params.json_schema: does not")
+
+
+async def test_predictions_come_from_files_and_lines(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "old.txt"
+    file.write_bytes(b"\r\nold")
+    options = ["--address", served.address, "--max-tokens", "5", "--prediction", str(file)]
+    seen: list[tuple[int, ...]] = []
+    submit = served.process.coordinator.queue.submit
+    served.process.coordinator.queue.submit = (  # type: ignore[method-assign]
+        lambda samples: (seen.extend(sample.request.prediction for sample in samples), submit(samples))[1]
+    )
+    status, out, err = await specpool("generate", *options, "hello")
+    old, other = (tuple(byte_tokenizer().encode(text).ids) for text in ("\r\nold", "b"))
+    assert (status, seen) == (0, [old])
+    assert re.fullmatch(r"\[prediction: \d+ tokens accepted, \d+ rejected\]\n\[stopped after 5 .*\n", err)
+    lines = '{"id": 1, "prompt": "a"}\n{"id": 2, "messages": [{"role": "user", "content": "a"}], "prediction": "b"}\n'
+    status, out, err = await specpool("generate", *options, "--prompts", "-", "--json", stdin=lines)
+    assert (status, sorted(seen[1:])) == (0, sorted([old, other]))
+    usages = [json.loads(line)["usage"] for line in out.splitlines()]
+    assert all({"accepted_prediction_tokens", "rejected_prediction_tokens"} <= usage.keys() for usage in usages)
+    status, out, err = await specpool("generate", *options, "--prompts", "-", stdin=lines)
+    assert "specpool generate: 2: prediction: " in err
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "status", "reason"),
+    [
+        (None, [], 2, "{}: No such file or directory"),
+        (b"", [], 2, "{}: is empty"),
+        (b"caf\xe9 ", [], 2, "{}: is not UTF-8"),
+        (b"a", ["--prediction", "b"], 2, "--prediction: give it only once"),
+        (
+            b"a",
+            ["--draft-method", "ngram"],
+            1,
+            "speculative.prediction: requires the method best or prediction, not ngram",
+        ),
+        (b"x" * 5000, [], 1, "{}: INVALID_ARGUMENT: speculative.prediction.text: has 5000 tokens, more than 4095"),
+        (b"x" * 2**20, [], 1, "bytes, more than the server's --max-request-bytes, 1048576"),
+    ],
+)
+async def test_unusable_predictions_are_refused(
+    specpool: Specpool,
+    served: Serving,
+    tmp_path: Path,
+    content: bytes | None,
+    arguments: list[str],
+    status: int,
+    reason: str,
+) -> None:
+    file = tmp_path / "old.txt"
+    if content is not None:
+        file.write_bytes(content)
+    flags = ["--address", served.address, "--prediction", str(file), *arguments]
+    actual, out, err = await specpool("generate", *flags, "hi")
+    assert (actual, out, err.count("\n")) == (status, "", 1)
+    assert reason.format(file) in err
 
 
 @pytest.mark.parametrize(
@@ -282,8 +340,9 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
         (["generate", "--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
         (["generate", "--chat", "--prompts", "-"], "", "--chat is for a prompt"),
-        (["generate"], b"caf\xe9", "standard input: 'utf-8' codec can't decode byte 0xe9"),
-        (["generate", "--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        (["generate", "--draft-method", "prediction"], "x", "--draft-method prediction needs --prediction"),
+        (["generate"], b"caf\xe9", "standard input: is not UTF-8\n"),
+        (["generate", "--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "specpool generate: -: is not UTF-8\n"),
         (["generate", "caf\udce9"], "", "is not UTF-8"),
         (["generate", "--prompts", "-"], '{"id": 1, "prompt": "x"}\n{"id": NaN, "prompt": "x"}', "line 2: not JSON"),
         (["demo", "--prompts", "-"], "\n", "no prompts found"),

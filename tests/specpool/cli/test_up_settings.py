@@ -112,6 +112,9 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
             "give --draft-kv-memory or --draft-memory-limit, not both",
         ),
         (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
+        (["--draft-canary", "b", "--draft", "none"], "--draft-canary needs a draft"),
+        (["--draft-share", "canary=1"], "--draft-share needs --draft-canary"),
+        (["--metrics-port", "65532", "--draft-canary", "b"], "--metrics-port leaves no ports for the 4 workers"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],
             "--port must not be --metrics-port or one of",
@@ -238,6 +241,7 @@ def test_workers_on_one_gpu_need_cache_sizes(
         ({"draft_device": "cpu"}, False),
         ({"targets": 2, "target_device": "cuda:0,cuda:1", "draft_device": "cuda:0"}, False),
         ({"drafts": 2}, False),
+        ({"draft_canary": "c"}, False),
         ({"target_device": "cpu"}, False),
         ({"target_device": "cpu", "draft_device": "cpu"}, False),
         ({"target_device": "cpu", "draft_device": "cpu", "separate": False}, True),
@@ -267,6 +271,7 @@ def test_every_target_carries_the_draft() -> None:
     ("settings", "reason"),
     [
         ({"separate": False, "drafts": 2}, "separate: a target can carry only one draft"),
+        ({"separate": False, "draft_canary": "c"}, "separate: a target can carry only one draft"),
         ({"separate": False, "target_device": "cpu", "draft_device": "cuda:1"}, "only one draft, on its own device"),
         ({"separate": False, "draft_memory_limit": 2**30}, "draft_memory_limit needs --separate"),
     ],

@@ -8,6 +8,7 @@ import re
 import reprlib
 import subprocess
 import sys
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,8 @@ from specpool.v1 import generation_pb2 as pb
 
 PROMPT = [5, 6, 7]
 CHAT_OPTIONS = {"tools", "chat_template_kwargs"}
-OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"} | CHAT_OPTIONS
+SPECULATIVE_OPTIONS = {"num_speculative_tokens", "draft_method", "prediction"}
+OTHER_OPTIONS = SPECULATIVE_OPTIONS | {"request_id", "priority", "cache_salt"} | CHAT_OPTIONS
 """Options other than sampling parameters."""
 
 
@@ -62,9 +64,10 @@ def test_every_protocol_field_is_an_option() -> None:
     sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert set(GenerateOptions.__annotations__) == sampling | OTHER_OPTIONS
     others = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.containing_oneof is None}
-    speculative = {"num_speculative_tokens", "draft_method"}
+    speculative = {field.name for field in pb.SpeculativeParams.DESCRIPTOR.fields}
+    assert speculative == SPECULATIVE_OPTIONS - {"draft_method"} | {"method"}
     assert {field.name for field in pb.ChatInput.DESCRIPTOR.fields} == CHAT_OPTIONS | {"messages"}
-    assert others == OTHER_OPTIONS - CHAT_OPTIONS - speculative | {"sampling_params", "speculative"}
+    assert others == OTHER_OPTIONS - CHAT_OPTIONS - SPECULATIVE_OPTIONS | {"sampling_params", "speculative"}
 
 
 def test_options_become_request_fields() -> None:
@@ -95,6 +98,15 @@ def test_prompts_are_text_chat_or_token_ids() -> None:
     (message,) = library.make_request([{"role": "user", "content": "hi"}]).chat.messages
     assert (message.role, message.content) == ("user", "hi")
     assert library.make_request("a", stop="END").sampling_params.stop == ["END"]
+
+
+def test_predictions_are_text_or_token_ids() -> None:
+    assert library.make_request("a", prediction="b").speculative.prediction == pb.Prediction(text="b")
+    for token_ids in ([1, 2], (1, 2), array("I", [1, 2])):
+        prediction = library.make_request("a", prediction=token_ids).speculative.prediction
+        assert prediction == pb.Prediction(tokenized=pb.TokenizedInput(input_ids=[1, 2]))
+    assert library.make_request("a", prediction="").speculative.HasField("prediction")
+    assert not library.make_request("a", prediction=None).speculative.HasField("prediction")
 
 
 def test_only_sampling_requests_get_a_seed() -> None:
@@ -136,6 +148,12 @@ def test_invalid_prompts_are_refused(prompt: Any) -> None:
         ("logit_bias", {"a": 1}),
         ("num_speculative_tokens", -1),
         ("draft_method", "magic"),
+        ("prediction", b"text"),
+        ("prediction", 5),
+        ("prediction", [-1]),
+        ("prediction", ["text"]),
+        ("prediction", {"type": "content", "content": "text"}),
+        ("prediction", "\ud800"),
         ("tools", []),
         ("chat_template_kwargs", {}),
     ],

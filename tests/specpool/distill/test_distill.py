@@ -283,9 +283,8 @@ def test_a_draft_is_trained_and_evaluated_by_category(
 ) -> None:
     target, output = str(tiny_pair[0]), tmp_path / "output"
     output.mkdir()
-    dialogues.save(output / "dialogues-0000.safetensors")
     settings = DistillSettings(output=output, held_out=8, output_tokens=256, epochs=0.5, batch_tokens=64)
-    train(settings, target, [0, 2], [])
+    train(settings, target, [0, 2], [], dialogues.examples()[:8], dialogues.examples()[8:])
     assert f"specpool up --target {target} --draft {output / 'model'}\n" in capsys.readouterr().out
     lines: list[dict[str, Any]] = [
         {"question_id": 1, "category": "long", "turns": ["x" * 400]},

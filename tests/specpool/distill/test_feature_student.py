@@ -70,6 +70,16 @@ def test_states_are_those_of_the_worker(target: Any, examples: list[Example], en
         torch.testing.assert_close(of_batch[padded][: len(tokens)], example.states.float(), rtol=0.02, atol=0.02)
 
 
+def test_states_in_bfloat16_are_close(target: Any, examples: list[Example]) -> None:
+    for rounded, example in zip(
+        TargetStates(target, LAYERS, in_bfloat16=True).examples(examples), examples, strict=True
+    ):
+        assert rounded.states is not None
+        assert example.states is not None
+        error = (rounded.states.float() - example.states.float()).norm() / example.states.float().norm()
+        assert error < 0.02
+
+
 def test_unrolled_steps_equal_those_of_a_draft_worker(
     target: Any, examples: list[Example], tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from specpool.drafting.draft_lengths import (
     DraftLengths,
     DraftOptions,
 )
-from specpool.drafting.plans import DraftMethod
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, Lookup
 
 
 def line(first: float, more: float) -> StepTimes:
@@ -133,10 +133,10 @@ def test_prompt_lookup_stops_where_its_rows_begin_another_tile() -> None:
     tiled = StepTimes({1: 0.005, 8: 0.0148, 9: 0.0185, 12: 0.0241, 16: 0.0271, 64: 0.09})
     lengths = DraftLengths(RoundCosts(line(0.003, 0.0003), tiled, exchange=0.001), max_num_draft_tokens=8)
 
+    found = Lookup((1,), (0.6,))
+
     def num_lookup_tokens(sequences: int) -> int:
-        options = {
-            i: DraftOptions(8, has_model=False, lookup_ids=(1,) * (i < 4), lookup_rate=0.6) for i in range(sequences)
-        }
+        options = {i: DraftOptions(8, has_model=False, lookup=found if i < 4 else NO_LOOKUP) for i in range(sequences)}
         return sum(len(plan.lookup_ids) for plan in lengths.choose(options).values())
 
     measure_plain_rounds(lengths)
@@ -225,7 +225,7 @@ def test_prompt_lookup_goes_on_while_the_model_pauses() -> None:
     lengths.ledger.observe(1, 1, 0.2, DraftMethod.MODEL)
     plan = lengths.choose({0: DraftOptions(8)})
     for _ in range(PLAN_ROUNDS):
-        plan = lengths.choose({0: DraftOptions(8, lookup_ids=(1,) * 8, lookup_rate=0.95)})
+        plan = lengths.choose({0: DraftOptions(8, lookup=Lookup((1,) * 8, (0.95,) * 8))})
     assert len(plan[0].lookup_ids) > 3
     assert plan[0].num_draft_tokens == 0
 

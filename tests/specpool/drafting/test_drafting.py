@@ -14,7 +14,7 @@ from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import DraftCall, RoundOutcome, draft_steps
-from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup, LookupSource
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -22,7 +22,6 @@ from specpool.protocol.worker_info import WorkerInfo
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4
-NO_LOOKUP = Lookup()
 
 
 def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int = 8, **fields: object) -> Sequence:
@@ -86,18 +85,18 @@ def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
         plan = plan_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
     assert plan.num_draft_tokens == 0
-    assert len(plan.lookup_ids) == 8
+    assert len(plan.lookup_ids) == 16, "twice as many as of the model"
 
 
 def test_prompt_lookup_learns_from_tokens_that_were_not_verified() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    acceptance = drafting.lookup.acceptance[LookupSource.SEQUENCE][4]
-    before = acceptance.overall_rate
+    rates = drafting.sources.sequence.rates
+    before = rates.by_length()
     for _ in range(20):
         plan = plan_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (9,), lookup=plan.lookup))
     assert len(plan.lookup_ids) < 8
-    assert acceptance.overall_rate < before / 2
+    assert any(rate < before[length] / 2 for length, rate in rates.by_length().items())
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
@@ -143,7 +142,7 @@ def test_the_draft_prefills_only_sequences_that_it_will_draft_for(rate: float, p
     sequence.target.commit(0)
     sequence.draft.commit(0)
     plans = make_drafting(rate, number=7).plan_round([sequence], WORKER)
-    items = Round(1, [sequence], 128, plans).propose_items(WorkerInfo(max_model_len=1000, vocab_size=1000))
+    items = Round(1, [sequence], 128, plans).propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=1000))
     assert bool(items) is prefills
     assert all(item.num_draft_tokens == 0 for item in items)
 
@@ -165,7 +164,7 @@ def test_a_large_draft_lag_is_caught_up_only_where_it_pays() -> None:
 def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
     round_ = Round(1, [sequence], 128, {1: DraftPlan(8, min_chance=0.3, next_chance=0.5)})
-    (proposed,) = round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=1000))
+    (proposed,) = round_.propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=1000))
     assert (proposed.num_draft_tokens, proposed.min_chance, proposed.next_chance) == (8, 0.3, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
     (item,) = round_.verify_items()
@@ -177,9 +176,9 @@ def test_only_likely_tokens_are_verified() -> None:
 
 def test_prompt_lookup_replaces_a_failed_draft() -> None:
     sequence = make_sequence()
-    lookup = Lookup((5, 6, 7), 2)
+    lookup = Lookup((5, 6, 7), (0.5,) * 3, run=2)
     round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6), lookup=lookup)})
-    assert round_.propose_items(WorkerInfo(max_model_len=1000, vocab_size=1000))
+    assert round_.propose_items(lambda _: WorkerInfo(max_model_len=1000, vocab_size=1000))
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (5, 6)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (5, 7), 4)])
@@ -192,8 +191,7 @@ def test_prompt_lookup_replaces_a_failed_draft() -> None:
 
 def sequences_with_rates(drafting: Drafting) -> set[int]:
     """Sequences with an acceptance rate of their own for prompt lookup."""
-    by_source = drafting.lookup.acceptance.values()
-    return {sequence_id for by_run in by_source for rates in by_run.values() for sequence_id in rates._sequences}
+    return set(drafting.sources.sequence.rates._sequences)
 
 
 def test_first_unverified_token_counts_with_its_probability() -> None:
@@ -296,7 +294,7 @@ def test_finished_sequences_are_forgotten() -> None:
     drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,)), plan.lookup))
     assert sequences_with_rates(drafting) == {sequence.sequence_id}
     drafting.forget([sequence.sequence_id])
-    assert not drafting.lookup._indexes
+    assert not drafting.sources.sequence._indexes
     assert not drafting.lengths.acceptance._sequences
     assert not sequences_with_rates(drafting)
 

@@ -279,6 +279,36 @@ async def chat_template_kwargs(service: OpenAIService, target: ScriptedTarget) -
 
 
 @row
+async def prediction(service: OpenAIService, target: ScriptedTarget) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    for content in ("Hello", parts):
+        predicted: dict[str, Any] = {"prediction": {"type": "content", "content": content}}
+        answer = await chat(service, **predicted)
+        assert answer.choices[0].message.content == "Hello"
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    streamed = await chat(service, stream=True, stream_options={"include_usage": True}, **predicted)
+    *_, last = [chunk async for chunk in streamed]
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    await chat(service, n=2, logprobs=True, tools=[TOOL], presence_penalty=1, **{**predicted, "temperature": 1})
+    await service.client.completions.create(model=MODEL, prompt="Hi", extra_body=predicted)
+    part, nothing = {"type": "text"}, "missing_required_parameter"
+    for wrong, param, code in (
+        ({"type": "text", "content": "x"}, "prediction.type", "invalid_value"),
+        ({"type": "content", "content": "x", "mode": 1}, "prediction.mode", "unknown_parameter"),
+        ({"type": "content"}, "prediction.content", nothing),
+        ({"type": "content", "content": 5}, "prediction.content", "invalid_type"),
+        ({"type": "content", "content": ""}, "prediction.content", "invalid_value"),
+        ({"type": "content", "content": []}, "prediction.content", "invalid_value"),
+        ({"type": "content", "content": "x" * 9999}, "prediction.content", "invalid_value"),
+        ({"type": "content", "content": [part]}, "prediction.content[0].text", nothing),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0]", "invalid_value"),
+    ):
+        await refusal(chat(service, prediction=wrong), param, code)
+    message = await refusal(chat(service, prediction="x"), "prediction", "invalid_type")
+    assert message == "prediction: must be an object"
+
+
+@row
 async def include_reasoning(service: OpenAIService, target: ScriptedTarget) -> None:
     target.script("<think>Hm.</think>Yes")
     message = (await chat(service)).choices[0].message
@@ -332,7 +362,7 @@ async def user(service: OpenAIService, target: ScriptedTarget) -> None:
 async def audio(service: OpenAIService, target: ScriptedTarget) -> None:
     for name in UNSUPPORTED:
         await refusal(chat(service, **{name: "x"}), name, "unsupported_parameter")
-    assert await text_of(service, prediction=None) == "Hello"
+    assert await text_of(service, suffix=None) == "Hello"
 
 
 @pytest.mark.parametrize("fields", ROWS, ids=lambda fields: fields[0])

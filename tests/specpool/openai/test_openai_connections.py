@@ -116,7 +116,7 @@ async def test_errors_after_the_first_event_end_the_stream(prompts: int, caplog:
 async def test_the_first_error_ends_all_prompts() -> None:
     async with openai_service(target=RecordingTarget()) as service:
         service.coordinator.target.open.clear()  # the first prompt has no answer
-        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
             await service.client.completions.create(model=MODEL, prompt=["Hi", ""], timeout=10)
         service.coordinator.target.open.set()
         await service.coordinator.until_idle()

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from pydantic import ValidationError
 
-from coordinator.config.settings import CoordinatorSettings
 from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
 
@@ -56,6 +55,25 @@ async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) 
     assert other not in await anext(endpoints)
 
 
+@pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_AGAIN])
+async def test_only_an_answer_of_dns_withdraws_servers(error: int) -> None:
+    is_up = True
+
+    async def resolve(host: str, port: int) -> list[str]:
+        if not is_up:
+            raise socket.gaierror(error, "no records")
+        return ["10.0.0.1"]
+
+    lasting, forgetting = (
+        Discovery(["dns:///one:7"], resolve, forgets=forgets).endpoints() for forgets in (False, True)
+    )
+    known = [Endpoint("10.0.0.1:7", "one")]
+    assert await anext(lasting) == await anext(forgetting) == known
+    is_up = False
+    assert await anext(lasting) == known
+    assert await anext(forgetting) == (known if error == socket.EAI_AGAIN else [])
+
+
 async def test_slow_resolution_keeps_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.discovery.TIMEOUT_SECONDS", 0.01)
     hangs = False
@@ -83,11 +101,15 @@ def test_certificates_have_the_dns_name() -> None:
     assert Endpoint("drafts.svc:7").secured(secure) == secure
 
 
-def test_draft_addresses_are_checked() -> None:
-    assert CoordinatorSettings().draft_addresses == []
-    settings = CoordinatorSettings(draft_address="a:1, dns:///b:2,")
-    assert settings.draft_addresses == ["a:1", "dns:///b:2"]
-    refusals = {"a:1,b:2,a:1": "a:1 is listed twice", "a:1,b": "b has no port", " ,": "no address is given"}
-    for addresses, error in refusals.items():
-        with pytest.raises(ValidationError, match=error):
-            CoordinatorSettings(draft_address=addresses)
+async def test_entries_have_labels() -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["10.0.0.1"]
+
+    labels = {"a:1": "current", "dns:///b:2": "new"}
+    discovery = Discovery(["a:1", "dns:///b:2", "c:3"], resolve, labels=labels)
+    assert [endpoint.label for endpoint in discovery.fixed] == ["current", ""]
+    endpoints = discovery.endpoints()
+    await anext(endpoints)
+    assert {each.address: each.label for each in await anext(endpoints)} == {
+        "a:1": "current", "c:3": "", "10.0.0.1:2": "new"
+    }  # fmt: skip

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 from serving import RecordingDraft
-from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, save_tokenizer, vllm_config
+from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, always_draft, save_tokenizer, vllm_config
 
 from coordinator.workers import link
-from specpool.drafting.costs import UNKNOWN_VERIFY, StepTimes
-from specpool.drafting.ledger import Ledger
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
-from specpool.vllm.costs import LearnedTimes
 
 FINGERPRINT = TokenizerFiles(byte_tokenizer().to_str().encode(), "", {}, ()).fingerprint
 PATIENCE_SECONDS = 30
@@ -35,12 +32,7 @@ def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always draft. test_vllm_pacing.py tests when drafts pay, in virtual time."""
-    monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
-    monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
-    monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)
-    monkeypatch.setattr(Ledger, "observe", lambda *_: None)
-    monkeypatch.setattr(LearnedTimes, "observe", lambda *_: None)
+    always_draft(monkeypatch)
 
 
 @dataclass
@@ -82,7 +74,7 @@ def serve(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Serve:
     @asynccontextmanager
     async def serving(acceptance: float = 1.0, draft_timeout: str = "5", **knobs: Any) -> AsyncIterator[Served]:
         target = FakeTarget()
-        draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
+        draft = RecordingDraft(target, acceptance=acceptance, **{"fingerprint": FINGERPRINT, **knobs})
         address = await draft.start()
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
         monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", draft_timeout)
@@ -198,6 +190,23 @@ async def test_drafts_resume_after_a_draft_worker_restart(serve: Serve) -> None:
         await served.draft.start(served.address)
         await served.until(lambda: row.accepted > accepted + 5)
         served.check(row)
+
+
+async def test_a_draft_worker_with_another_tokenizer_gets_vllms_at_each_start(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.specpool")
+    async with serve(fingerprint="another", translation="shared") as served:
+        assert "it translates tokens (shared): fake has 50% of vLLM's vocabulary" in caplog.messages
+        row = served.vllm.add([7, 7, 8])
+        await served.until(lambda: row.accepted > 3)
+        await served.draft.stop()
+        await served.draft.start(served.address)
+        accepted = row.accepted
+        await served.until(lambda: row.accepted > accepted + 5)
+        served.check(row)
+        assert len(served.draft.tokenizers) == 2
+        assert all(request.translation_id for request in served.draft.requests)
 
 
 async def test_lost_draft_caches_are_rebuilt(serve: Serve) -> None:

@@ -72,9 +72,12 @@ async def test_an_unknown_vllm_configuration_is_refused(tokenizer: str, refused:
 @pytest.mark.parametrize(
     ("variables", "line"),
     [
-        ({}, "SPECPOOL_* variables: draft-address: required: set it, for example with SPECPOOL_DRAFT_ADDRESS"),
+        ({"DRAFT_METHOD": "model"}, "--draft-method model needs a --draft-address"),
+        ({"DRAFT_METHOD": "ngram", "DRAFT_ADDRESS": "a:1"}, "--draft-method ngram does not use the draft worker"),
+        ({"DRAFT_METHOD": "ngram", "LOOKUP_STORE_TOKENS": "9"}, "ngram does not use --lookup-store-tokens"),
+        ({"DRAFT_METHOD": "prediction"}, "draft-method: Input should be 'model', 'ngram', 'suffix' or 'best'"),
         ({"DRAFT_ADDRESS": "a:1", "DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),
-        ({"PREFILL_TOKENS": "0"}, "with SPECPOOL_DRAFT_ADDRESS; SPECPOOL_* variables: prefill-tokens: "),
+        ({"DRAFT_TIMEOUT_SECONDS": "0", "PREFILL_TOKENS": "0"}, '(got "0"); SPECPOOL_* variables: prefill-tokens: '),
         ({"DRAFT_ADDRESS": "a:1", "TLS_CERT": "x"}, "tls-cert: must be given with --tls-"),
         ({"DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
     ],
@@ -85,6 +88,12 @@ async def test_invalid_settings_are_refused(
     assert line in await refused(vllm_config(tokenizer), **variables)
     (logged,) = caplog.messages
     assert logged.startswith("RemoteDraft cannot start: SPECPOOL_* variables: ")
+
+
+async def test_a_mistral_tokenizer_is_refused(tokenizer: str, refused: Refused) -> None:
+    config = vllm_config(tokenizer)
+    config.model_config.tokenizer_mode = "mistral"
+    assert "tokenizer_mode mistral has no tokenizer.json" in await refused(config, DRAFT_ADDRESS=NOWHERE)
 
 
 async def test_an_unreadable_tokenizer_is_named(tmp_path: Path, refused: Refused) -> None:

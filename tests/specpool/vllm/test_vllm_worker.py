@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from certificates import OTHER_TOKEN, TOKEN, Authority
+from other_tokenizers import permute_vocabulary
 from pair_service import serving_draft
 from tiny_models import load_engine
-from vllm_stand_in import StandIn, vllm_config
+from vllm_stand_in import StandIn, always_draft, vllm_config
 
 from coordinator.workers import link
 from specpool.drafting.ledger import Ledger
@@ -77,16 +78,29 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", worker.address)
         await _check_refusals(target, worker, tmp_path, monkeypatch)
         remote = await asyncio.to_thread(RemoteDraft, vllm_config(str(target)))
-        await _check_drafts(StandIn(remote, ModelTarget(target)), worker)
+        await _check_drafts(StandIn(remote, ModelTarget(target)), worker.host)
         await asyncio.to_thread(remote.close)
         assert await worker.host.run(lambda backend: backend.info().slots_in_use) == 0
 
 
-async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
+@pytest.mark.slow
+async def test_drafts_of_a_model_with_another_tokenizer(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch)
+    target = tiny_pair[0]
+    async with serving_draft(permute_vocabulary(target, tmp_path / "draft"), threads=1, port=0) as (address, host):
+        monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
+        remote = await asyncio.to_thread(RemoteDraft, vllm_config(str(target)))
+        await _check_drafts(StandIn(remote, ModelTarget(target)), host)
+        await asyncio.to_thread(remote.close)
+
+
+async def _check_drafts(vllm: StandIn, host: WorkerHost) -> None:
     """Assert that tokens are exact and drafts are accepted, even after the worker loses its caches."""
     rows = [vllm.add([i, 30, 40 + i, 7]) for i in range(3)]
     await _until(vllm, lambda: all(row.accepted > 3 for row in rows))
-    await worker.host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
+    await host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
     accepted = [row.accepted for row in rows]
     await _until(vllm, lambda: all(row.accepted > one + 3 for row, one in zip(rows, accepted, strict=True)))
     for row in rows:

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
-from specpool.cli.generate import GenerateSettings
+from specpool.cli.generate_settings import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings

@@ -31,6 +31,8 @@ class Outcome:
     error: ServiceError | None = None
     is_aborted: bool = False
     """Whether somebody has aborted the request."""
+    seconds: float = 0.0
+    """Duration of the request."""
 
 
 class Client:
@@ -55,6 +57,8 @@ class Client:
             outcome.end = "left"
         except ServiceError as error:
             outcome.end, outcome.error = type(error).__name__, error
+        finally:
+            outcome.seconds = asyncio.get_running_loop().time() - outcome.sent
 
     async def _read(self, generation: Generation) -> None:
         task, stalled = asyncio.current_task(), list[ServiceError]()
@@ -115,6 +119,7 @@ class Client:
             n=request.n,
             adaptive=request.k is None,
             method=DraftMethod(request.method),
-            cache_salt="salt" if request.method == "ngram" else "",
+            prediction=request.prediction,
+            cache_salt=request.salt,
             client=request.client,
         )

@@ -43,7 +43,11 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     """Scenarios with one simpler request."""
     for index, event in enumerate(scenario.events):
         if isinstance(event, Request):
-            for simpler in (replace(event, n=1), replace(event, prompt=event.prompt[:1])):
+            for simpler in (
+                replace(event, n=1),
+                replace(event, prediction=(), method="best"),
+                replace(event, prompt=event.prompt[:1]),
+            ):
                 yield replace(scenario, events=_replaced(scenario.events, index, simpler))
 
 

@@ -57,6 +57,8 @@ class Result:
     tokens: int = 0
     messages: int = 0
     virtual_seconds: float = 0.0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Duration of requests by client."""
     ends: Counter[str] = field(default_factory=Counter)
     audits: Counter[str] = field(default_factory=Counter)
     """Results of audits."""
@@ -69,6 +71,7 @@ class Result:
         self.digest = sha256((self.digest + other.digest).encode()).hexdigest()
         for name in ("number", "requests", "faults", "tokens", "messages", "virtual_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seconds.update(other.seconds)
         self.ends.update(other.ends)
         self.audits.update(other.audits)
 
@@ -156,7 +159,7 @@ class Simulation:
             self.fail(f"{task.get_name()} raised {task.exception()!r}")
 
     def _settings(self) -> CoordinatorSettings:
-        addresses = {role: [w.address for w in self.scenario.workers if w.role == role] for role in ("target", "draft")}
+        addresses = {role: [w.entry for w in self.scenario.workers if w.role == role] for role in ("target", "draft")}
         targets, standby = addresses["target"], None
         if self.scenario.has_standby:
             targets, (standby,) = targets[:1], targets[1:]
@@ -172,6 +175,8 @@ class Simulation:
         result, outcomes = self.result, [client.outcome for client in self.clients.values()]
         result.requests = len(outcomes)
         result.faults += sum(worker.tampering.spoiled for worker in self.workers)
+        for outcome in outcomes:
+            result.seconds[outcome.request.client] += outcome.seconds
         result.ends.update(outcome.end or "unfinished" for outcome in outcomes)
         result.audits.update(self.coordinator.auditor.results)
         result.tokens = sum(len(tokens) for outcome in outcomes for tokens in outcome.delivered)

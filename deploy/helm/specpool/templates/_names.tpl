@@ -1,4 +1,4 @@
-{{/* Names, labels and addresses. A role is a key of the values (coordinator, draft, target, http), or standby. */}}
+{{/* Names, labels and addresses. A role is a path in the values (coordinator, draft, draft.canary, target, http), or standby. */}}
 
 {{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
@@ -12,7 +12,12 @@
 {{- end }}
 
 {{- define "specpool.component" -}}
-{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker" "standby" "standby" "http" "http") . -}}
+{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "draft.canary" "draft-canary" "target" "target-worker" "standby" "standby" "http" "http") . -}}
+{{- end }}
+
+{{/* Name of a role's command, without "specpool-". */}}
+{{- define "specpool.program" -}}
+{{- default (include "specpool.component" .) (get (dict "standby" "target-worker" "draft.canary" "draft-worker") .) -}}
 {{- end }}
 
 {{/* Name of a role's objects: StatefulSet, headless Service and so on. Takes root and role. */}}
@@ -21,8 +26,8 @@
 {{- end }}
 
 {{/*
-Enabled roles, separated by spaces. A standby has the target's values, and prefers another node. Call this before other
-templates use the role.
+Enabled roles, separated by spaces. A standby has the target's values, and prefers another node. A canary has the draft's
+values, except for its own. Call this before other templates use the role.
 */}}
 {{- define "specpool.roles" -}}
 {{- if .Values.target.standby.enabled -}}
@@ -32,7 +37,11 @@ templates use the role.
 {{- end -}}
 {{- $_ := set .Values "standby" $standby -}}
 {{- end -}}
-coordinator {{ if include "specpool.hasDraftWorkers" . }}draft {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
+{{- $hasCanary := include "specpool.hasCanary" . -}}
+{{- if $hasCanary -}}
+{{- $_ := set .Values "draft.canary" (mergeOverwrite (deepCopy .Values.draft) (deepCopy .Values.draft.canary) (dict "maxReplicas" 0)) -}}
+{{- end -}}
+coordinator {{ if include "specpool.hasDraftWorkers" . }}draft {{ end }}{{ if $hasCanary }}draft.canary {{ end }}target{{ if .Values.target.standby.enabled }} standby{{ end }}
 {{- end }}
 
 {{/* Non-empty if draft workers run in their own pods. Fails if draft.colocated contradicts other values. */}}
@@ -49,6 +58,25 @@ coordinator {{ if include "specpool.hasDraftWorkers" . }}draft {{ end }}target{{
 {{- fail "draft.modelCache.type: must not be image with draft.colocated" -}}
 {{- end -}}
 {{- else if $draft.enabled -}}
+true
+{{- end -}}
+{{- end }}
+
+{{/* Non-empty if a canary of the draft may run. Fails if draft.canary contradicts other values. */}}
+{{- define "specpool.hasCanary" -}}
+{{- $canary := .Values.draft.canary -}}
+{{- if not $canary.enabled -}}
+{{- if not (kindIs "invalid" $canary.share) }}{{ fail "draft.canary.share: needs draft.canary.enabled" }}{{ end -}}
+{{- else if not (include "specpool.hasDraftWorkers" .) -}}
+{{- fail "draft.canary.enabled: needs draft workers, so draft.enabled without draft.colocated" -}}
+{{- else if .Values.disaggregatedSet.enabled -}}
+{{- fail "draft.canary.enabled: must not be set with disaggregatedSet.enabled" -}}
+{{- else if and (eq .Values.draft.modelCache.type "image") (not $canary.modelCache) -}}
+{{- fail "draft.canary.modelCache: needed, since the image of draft.modelCache has the draft's model" -}}
+{{- else if and (gt (int $canary.replicas) 1) (include "specpool.scaled" .) -}}
+{{- fail "draft.canary.replicas: must be 0 or 1 with several cells, which have a canary each" -}}
+{{- else -}}
+{{- $_ := required "draft.canary.model: needed with draft.canary.enabled" $canary.model -}}
 true
 {{- end -}}
 {{- end }}
@@ -92,7 +120,7 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 
 {{- define "specpool.port" -}}
-{{- get (dict "coordinator" 50050 "draft" 50052 "target" 50051 "standby" 50051) . -}}
+{{- get (dict "coordinator" 50050 "draft" 50052 "draft.canary" 50052 "target" 50051 "standby" 50051) . -}}
 {{- end }}
 
 {{/* Port on which a process listens. An edge listens on the coordinator's port. Takes root and role. */}}
@@ -107,18 +135,28 @@ app.kubernetes.io/component: {{ . }}
 
 {{/*
 Address of a coordinator's worker: the pod with the same ordinal, which Kubernetes substitutes for $(CELL). Replicas are all
-pods of the headless Service. The name includes the namespace because gRPC accepts a wildcard certificate only before several
+pods of the headless Service. A canary's pod may not exist, so the coordinator follows its name. The name includes the namespace because gRPC accepts a wildcard certificate only before several
 parts. Takes root and role.
 */}}
 {{- define "specpool.workerAddress" -}}
 {{- $service := include "specpool.roleName" . -}}
 {{- $host := printf "%s.%s.svc" $service .root.Release.Namespace -}}
-{{- if include "specpool.replicated" . -}}
-{{- $host = printf "dns:///%s" $host -}}
-{{- else if not .root.Values.disaggregatedSet.enabled -}}
+{{- $replicated := include "specpool.replicated" . -}}
+{{- if not (or $replicated .root.Values.disaggregatedSet.enabled) -}}
 {{- $host = printf "%s-$(CELL).%s" $service $host -}}
 {{- end -}}
+{{- if or $replicated (eq .role "draft.canary") }}dns:///{{ end -}}
 {{- printf "%s:%s" $host (include "specpool.port" .role) -}}
+{{- end }}
+
+{{/* Addresses of the drafts; with a canary, by name. Takes the root. */}}
+{{- define "specpool.draftAddress" -}}
+{{- $draft := include "specpool.workerAddress" (dict "root" . "role" "draft") -}}
+{{- if include "specpool.hasCanary" . -}}
+current={{ $draft }},canary={{ include "specpool.workerAddress" (dict "root" . "role" "draft.canary") }}
+{{- else -}}
+{{- $draft -}}
+{{- end -}}
 {{- end }}
 
 {{/* Image reference. Takes root and image. */}}
@@ -133,92 +171,13 @@ parts. Takes root and role.
 {{- end }}
 
 {{- define "specpool.tlsSecret" -}}
-{{- $name := get .root.Values.tls.secrets .role -}}
+{{- $name := get .root.Values.tls.secrets (last (splitList "." .role)) -}}
 {{- default (printf "%s-tls" (ternary (printf "%s-client" (include "specpool.fullname" .root)) (include "specpool.roleName" .) (eq .role "client"))) $name -}}
 {{- end }}
 
 {{/* Non-empty if clients use TLS. */}}
 {{- define "specpool.clientTls" -}}
 {{- if and .Values.tls.enabled (ne .Values.tls.clients "none") -}}true{{- end -}}
-{{- end }}
-
-{{/* Non-empty if there are several cells, or may be. */}}
-{{- define "specpool.scaled" -}}
-{{- if or (gt (int .Values.cells) 1) (include "specpool.scalesCells" .) -}}true{{- end -}}
-{{- end }}
-
-{{/* Non-empty if the autoscaler adds cells rather than workers. */}}
-{{- define "specpool.scalesCells" -}}
-{{- if and .Values.autoscaling.kind (not .Values.target.maxReplicas) (not .Values.draft.maxReplicas) -}}true{{- end -}}
-{{- end }}
-
-{{- define "specpool.maxCells" -}}
-{{- ternary .Values.autoscaling.maxCells .Values.cells (not (not (include "specpool.scalesCells" .))) -}}
-{{- end }}
-
-{{/* Non-empty if a coordinator has several workers of this role, or may have. Takes root and role. */}}
-{{- define "specpool.replicated" -}}
-{{- $role := get .root.Values .role -}}
-{{- if or (gt (int $role.replicas) 1) (gt (int $role.maxReplicas) 0) -}}true{{- end -}}
-{{- end }}
-
-{{/* Fixed number of pods or groups of a role; empty if an autoscaler sets it. Takes root and role. */}}
-{{- define "specpool.replicas" -}}
-{{- if include "specpool.replicated" . -}}
-{{- $role := get .root.Values .role -}}
-{{- if not $role.maxReplicas }}{{ $role.replicas }}{{ end -}}
-{{- else if not (include "specpool.scalesCells" .root) -}}
-{{- .root.Values.cells -}}
-{{- end -}}
-{{- end }}
-
-{{- define "specpool.maxReplicas" -}}
-{{- $role := get .root.Values .role -}}
-{{- ternary (max (int $role.replicas) (int $role.maxReplicas)) (include "specpool.maxCells" .root) (not (not (include "specpool.replicated" .))) -}}
-{{- end }}
-
-{{/* Fails if replicas contradict other values. Takes the root. */}}
-{{- define "specpool.checkReplicas" -}}
-{{- with int .Values.draft.partition -}}
-{{- $replicas := include "specpool.replicas" (dict "root" $ "role" "draft") -}}
-{{- if or (not (include "specpool.hasDraftWorkers" $)) $.Values.disaggregatedSet.enabled -}}
-{{- fail "draft.partition: needs a StatefulSet of draft workers" -}}
-{{- else if ne $.Values.updateStrategy.type "RollingUpdate" -}}
-{{- fail (printf "draft.partition: needs updateStrategy.type RollingUpdate, not %s" $.Values.updateStrategy.type) -}}
-{{- else if and $replicas (ge . (int $replicas)) -}}
-{{- fail (printf "draft.partition: must be less than the number of draft workers, %s, or an update would change none" $replicas) -}}
-{{- end -}}
-{{- end -}}
-{{- $names := list -}}
-{{- range $name := list "target" "draft" -}}
-{{- $role := get $.Values $name -}}
-{{- if include "specpool.replicated" (dict "root" $ "role" $name) -}}
-{{- $names = append $names (printf "%s.%s" $name (ternary "maxReplicas" "replicas" (gt (int $role.maxReplicas) 0))) -}}
-{{- end -}}
-{{- if and $role.maxReplicas (lt (int $role.maxReplicas) (int $role.replicas)) -}}
-{{- fail (printf "%s.maxReplicas: must not be less than %s.replicas" $name $name) -}}
-{{- end -}}
-{{- if and $role.maxReplicas (not $.Values.autoscaling.kind) -}}
-{{- fail (printf "%s.maxReplicas: needs autoscaling.kind" $name) -}}
-{{- end -}}
-{{- end -}}
-{{- with $names -}}
-{{- if not (or $.Values.draft.enabled (hasPrefix "target" (last .))) -}}
-{{- fail (printf "%s: needs draft.enabled" (last .)) -}}
-{{- end -}}
-{{- if gt (int $.Values.cells) 1 -}}
-{{- fail (printf "%s: needs cells: 1, because workers of several cells are not shared; install one release for each coordinator" (first .)) -}}
-{{- end -}}
-{{- if $.Values.disaggregatedSet.enabled -}}
-{{- fail (printf "%s: must not be set with disaggregatedSet.enabled" (first .)) -}}
-{{- end -}}
-{{- if include "specpool.scalesCells" $ -}}
-{{- fail (printf "autoscaling.kind: would add cells, but %s needs a single one; set target.maxReplicas or draft.maxReplicas to add workers" (first .)) -}}
-{{- end -}}
-{{- end -}}
-{{- if and .Values.target.standby.enabled (include "specpool.replicated" (dict "root" . "role" "target")) -}}
-{{- fail "target.standby.enabled: must not be set with several target.replicas, which take over from each other" -}}
-{{- end -}}
 {{- end }}
 
 {{/*

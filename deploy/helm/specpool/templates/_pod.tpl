@@ -184,7 +184,7 @@ livenessProbe:
 {{- end }}
 {{- if include "specpool.hasDraftWorkers" .root }}
 - name: SPECPOOL_DRAFT_ADDRESS
-  value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
+  value: {{ include "specpool.draftAddress" .root }}
 {{- end }}
 {{- end }}
 {{- include "specpool.settings" . }}
@@ -226,7 +226,7 @@ spec:
     - name: server
       image: {{ include "specpool.image" (dict "root" $root "image" $role.image) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [specpool-{{ ternary "target-worker" $component (eq .role "standby") }}]
+      command: [specpool-{{ include "specpool.program" .role }}]
       {{- with include "specpool.args" . | trim }}
       args:
         {{- . | nindent 8 }}

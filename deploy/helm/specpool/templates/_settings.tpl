@@ -110,6 +110,15 @@ worker_token: /worker-token/token
 {{- with $values.servedModelName }}
 served_model_name: {{ . | quote }}
 {{- end }}
+{{- if not (kindIs "invalid" $values.draft.canary.share) }}
+draft_share: canary={{ $values.draft.canary.share }}
+{{- end }}
+{{- if $values.record.enabled }}
+# The process creates this folder, which nobody else may read.
+record: /record/answers
+record_share: {{ $values.record.share }}
+record_max_bytes: {{ $values.record.sizeGiB }}GiB
+{{- end }}
 {{- if $values.smg.enabled }}
 smg: true
 {{- end }}
@@ -161,7 +170,7 @@ their settings when they restart. Escapes $(NAME), which Kubernetes would replac
 */}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
-{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "draft" "draft_revision" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
+{{- $elsewhere := list "target_address" "target_standby_address" "draft_address" "draft_share" "record" "draft" "draft_revision" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
 {{- if or (hasKey $settings $name) (has $name $elsewhere) -}}
 {{- fail (printf "%s.settings.%s: the chart sets it from other values" $.role $name) -}}

@@ -5,6 +5,10 @@
 {{- $role := get $values .role -}}
 - name: tmp
   mountPath: /tmp
+{{- if include "specpool.records" . }}
+- name: record
+  mountPath: /record
+{{- end }}
 {{- if ne .role "coordinator" }}
 - name: models
   mountPath: /models
@@ -45,8 +49,24 @@
 {{- end }}
 {{- end }}
 
+{{/* Non-empty if the role records answers. Takes root and role. */}}
+{{- define "specpool.records" -}}
+{{- if and (eq .role "coordinator") .root.Values.record.enabled }}true{{ end -}}
+{{- end }}
+
 {{- define "specpool.volumes" -}}
 {{- include "specpool.tmpVolume" . }}
+{{- if include "specpool.records" . }}
+- name: record
+  {{- with .root.Values.record.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ . }}
+  {{- else }}
+  emptyDir:
+    # Exceeding this would evict the pod.
+    sizeLimit: {{ add .root.Values.record.sizeGiB 1 }}Gi
+  {{- end }}
+{{- end }}
 {{- if ne .role "coordinator" }}
 {{- include "specpool.modelVolumes" . }}
 {{- end }}

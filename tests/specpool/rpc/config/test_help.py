@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.config.settings import CoordinatorSettings
-from specpool.cli.generate import GenerateSettings
+from specpool.cli.generate_settings import GenerateSettings
 from specpool.rpc.config.help import with_flags
 
 

@@ -1,0 +1,135 @@
+"""Records the token ids of finished answers for training, on a thread of its own. See docs/recording.md.
+
+The event loop selects answers and never waits for the disk. If the disk is slow or fails, answers are dropped.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from array import array
+from hashlib import blake2b
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.recording.shard_writer import Bounds, ShardWriter
+from coordinator.requests.in_flight import COMPLETED
+from coordinator.scheduling.sequence import Sequence
+from specpool.protocol.recordings import Header, RecordedAnswer
+
+log = logging.getLogger(__name__)
+
+RECORDED, QUEUE_FULL, DISK_ERROR = RESULTS = ("recorded", "queue_full", "disk_error")
+MAX_WAITING_TOKENS = 2**22
+"""Tokens that may wait for the disk: 16 MiB."""
+RETRY_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+"""Time for the disk to take the waiting answers at shutdown."""
+GOLDEN_RATIO = 0.6180339887498949
+
+
+class _Waiting(NamedTuple):
+    header: Header
+    client: str
+    token_ids: "array[int]"
+
+
+def is_selected(number: int, share: float) -> bool:
+    """Whether to record the answer with this number, from 0: multiples of the golden ratio spread evenly."""
+    return number * GOLDEN_RATIO % 1 < share
+
+
+def recorder_of(settings: CoordinatorSettings) -> "Recorder | None":
+    """Return a recorder, which has not started yet; None unless the settings ask for one."""
+    if settings.record is None:
+        return None
+    bounds = Bounds(settings.record_max_bytes, settings.record_max_age_seconds)
+    share = 1.0 if settings.record_share is None else settings.record_share
+    return Recorder(ShardWriter(settings.record, bounds), share, bounds.shard_seconds)
+
+
+class Recorder:
+    def __init__(self, shards: ShardWriter, share: float, tick_seconds: float) -> None:
+        """`share`: of the answers, 0 to 1. `tick_seconds`: time between two calls of `shards.tick` without answers."""
+        self.results = dict.fromkeys(RESULTS, 0)
+        """Selected answers, by result."""
+        self._shards, self._share, self._tick_seconds = shards, share, tick_seconds
+        self._numbers = count()
+        self._key = secrets.token_bytes(32)
+        """Key of the clients' hashes. It is never stored: afterwards, nobody can tell whose answers these are."""
+        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._offered = self._taken = 0
+        """Tokens put into the queue by the event loop, and taken by the thread."""
+        self._fails_until: float | None = None
+        """When to try the disk again after a failure."""
+        self._thread = Thread(target=self._run, name="recorder", daemon=True)
+
+    def start(self) -> None:
+        log.info("recording %g%% of finished answers", 100 * self._share)
+        self._thread.start()
+
+    def offer(self, sequence: Sequence, header: Header) -> None:
+        """Record the answer of a sequence, if it is complete and selected. `header`: of its target.
+
+        Requests with a cache salt are never recorded: they ask for isolation from other clients.
+        """
+        finish, request = sequence.finish, sequence.request
+        if finish is None or finish.reason not in COMPLETED or request.is_background or request.cache_salt:
+            return
+        if not is_selected(next(self._numbers), self._share):
+            return
+        token_ids = array("I", sequence.generated_ids)
+        if self._offered - self._taken + len(token_ids) > MAX_WAITING_TOKENS:
+            self.results[QUEUE_FULL] += 1
+            return
+        client = blake2b(request.client.encode(), key=self._key, digest_size=8).hexdigest()
+        self._offered += len(token_ids)
+        self._queue.put(_Waiting(header, client, token_ids))
+
+    async def close(self) -> None:
+        """Write the waiting answers, and finish the shard, unless the disk takes too long."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        self._try(None)
+        while True:
+            try:
+                waiting = self._queue.get(timeout=self._tick_seconds)
+            except Empty:
+                self._try(None)
+                continue
+            if waiting is None:
+                return self._finish()
+            self.results[RECORDED if self._try(waiting) else DISK_ERROR] += 1
+            self._taken += len(waiting.token_ids)
+
+    def _try(self, waiting: _Waiting | None) -> bool:
+        """Keep within the bounds, and write an answer. Return whether both succeeded. Warn once per outage."""
+        if self._fails_until is not None and time.monotonic() < self._fails_until:
+            return False
+        try:
+            self._shards.tick()
+            if waiting is not None:
+                self._shards.append(waiting.header, RecordedAnswer(waiting.client, tuple(waiting.token_ids)))
+        except OSError as error:
+            if self._fails_until is None:
+                log.warning("recording answers failed (%s); retrying every %g s", error, RETRY_SECONDS)
+            self._fails_until = time.monotonic() + RETRY_SECONDS
+            return False
+        if self._fails_until is not None:
+            log.info("recording answers again")
+            self._fails_until = None
+        return True
+
+    def _finish(self) -> None:
+        try:
+            self._shards.finish()
+        except OSError as error:
+            log.warning("finishing the recording failed (%s)", error)

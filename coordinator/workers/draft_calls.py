@@ -1,0 +1,120 @@
+"""Calls of a round to several draft workers. A slow or failing worker costs only the drafts of its own sequences."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+
+from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
+from specpool.drafting.costs import Timed
+from specpool.drafting.draft_models import DraftModel
+from specpool.drafting.outcome import draft_steps
+from specpool.protocol.rounds import Proposal, ProposeItem
+
+log = logging.getLogger(__name__)
+
+MAX_SLOWDOWN, MIN_PATIENCE_SECONDS = 4.0, 0.02
+"""How long a round waits for its other drafts: relative to the draft with the most sequences, and at least."""
+
+Parts = dict[DraftLink, list[ProposeItem]]
+"""The items of a round by draft worker."""
+Call = asyncio.Task[tuple[list[Proposal], Timed]]
+
+
+class DraftCalls:
+    """Sends the parts of rounds, and waits a bounded time for all but the main draft."""
+
+    def __init__(self, on_late_end: Callable[[DraftLink, Iterable[int]], None]) -> None:
+        """`on_late_end`: called with the worker and the sequences of a late call once it has ended."""
+        self._on_late_end = on_late_end
+        self._late: dict[Call, DraftLink] = {}
+        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
+
+    def is_late(self, link: DraftLink) -> bool:
+        """Whether a worker still runs a call that no round waits for. It gets no others until then."""
+        return link in self._late.values()
+
+    async def send(
+        self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
+    ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
+        """Return the proposals of each worker that answers in time, the duration, and the errors.
+
+        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
+        `learns`: whether to learn the step times of each worker, if not from the duration.
+        """
+        calls = {
+            link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
+            for link, own in parts.items()
+        }
+        main = await _answered(parts, calls)
+        answers, durations, failures = dict[DraftLink, list[Proposal]](), [(False, 0.0, Timed())], list[BaseException]()
+        for link, own in parts.items():
+            if not calls[link].done():
+                _observe(link, is_answered=False)
+                self._late[calls[link]] = link
+                calls[link].add_done_callback(partial(self._late_call_ended, link, own))
+            elif (error := calls[link].exception()) is not None:
+                failures.append(error)
+                _failed(link, error)
+            else:
+                answers[link], timed = calls[link].result()
+                _observe(link, is_answered=True)
+                if learns:
+                    link.step_times.observe_steps(draft_steps(own, answers[link]), timed.forward)
+                durations.append((link.model is main, timed.elapsed, timed))
+        return answers, max(durations, key=itemgetter(0, 1))[-1], failures
+
+    def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
+        del self._late[call]
+        if call.cancelled():
+            return
+        if (error := call.exception()) is not None:
+            _failed(link, error)
+        else:
+            proposals, timed = call.result()
+            link.step_times.observe_steps(draft_steps(own, proposals), timed.forward)
+        self._on_late_end(link, (item.sequence_id for item in own))
+
+    def cancel(self) -> None:
+        """End the late calls."""
+        for call in [*self._late]:
+            call.cancel()
+
+
+async def _answered(parts: Parts, calls: Mapping[DraftLink, Call]) -> DraftModel | None:
+    """Wait for the calls of the main draft, and not much longer for the others. Return the main draft."""
+    sizes: Counter[DraftModel | None] = Counter()
+    for link, own in parts.items():
+        sizes[link.model] += len(own)
+    main, clock = max(sizes, key=sizes.__getitem__, default=None), asyncio.get_running_loop().time
+    mains, began = [call for link, call in calls.items() if link.model is main], clock()
+    try:
+        if mains:
+            await asyncio.wait(mains)
+        if others := [call for call in calls.values() if not call.done()]:
+            patience = max(MIN_PATIENCE_SECONDS, (MAX_SLOWDOWN - 1) * (clock() - began))
+            await asyncio.wait(others, timeout=patience)
+    except asyncio.CancelledError:
+        for call in calls.values():
+            call.cancel()
+        raise
+    return main
+
+
+def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) -> None:
+    if link.model is not None:
+        link.model.observe_call(is_answered=is_answered, is_failure=is_failure)
+
+
+def _failed(link: DraftLink, error: BaseException) -> None:
+    _observe(link, is_answered=False, is_failure=True)
+    if not isinstance(error, WorkerUnreachableError | WorkerRefusedError):  # those are logged by the link
+        log.error("proposal of the draft worker at %s failed", link.address, exc_info=error)
+
+
+def chances(link: DraftLink) -> Sequence[float]:
+    """Acceptance probabilities by draft probability, of the worker's model."""
+    return link.model.calibration.chances if link.model is not None else ()
