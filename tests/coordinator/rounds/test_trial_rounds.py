@@ -5,7 +5,7 @@ from unittest import mock
 
 from serving import RecordingDraft, RecordingTarget, make_request, serving
 
-from specpool.drafting.ledger import FREE_TRIALS, Ledger
+from specpool.drafting.ledger import FREE_TRIALS, Ledger, Part
 from specpool.drafting.plans import DraftMethod
 
 

@@ -5,6 +5,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -180,7 +181,8 @@ class Worker:
         self.former_id = "before the simulation"
         """Instance id of the last life that has ended."""
         self.tampering = Tampering(self, rng)
-        self._pair, self._slots, self._lives = pair, setup.slots, -1
+        self._pair = pair if setup.agreement is None else replace(pair, agreement=setup.agreement)
+        self._slots, self._lives = setup.slots, -1
         self._restart: asyncio.TimerHandle | None = None
 
     @property
