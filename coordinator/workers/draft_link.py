@@ -91,14 +91,14 @@ class DraftLink(WorkerLink):
             reason = f"the draft {info.model} uses a different tokenizer than the target {target.model}"
             raise MismatchError(f"{reason}, which it cannot translate: {shortened(found.refusal)}")
         self._translation_id = found.translation_id
-        log.info(
-            "the draft worker at %s translates tokens (%s); it has %.0f%% of the target's vocabulary",
-            self.address, found.method, 100 * found.vocabulary_coverage,
-        )  # fmt: skip
+        share = f"{100 * found.vocabulary_coverage:.0f}% of the target's vocabulary"
+        note = f"translates tokens ({found.method}), since it has {share}"
+        log.info("the draft worker at %s %s", self.address, note)
         return replace(
             info,
             vocab_size=target.vocab_size,
             max_branches=0,
+            notes=(*info.notes, note),
             tokenizer_translation=found.method,
             vocabulary_coverage=found.vocabulary_coverage,
         )

@@ -55,6 +55,8 @@ class Vocabulary:
             _drop_prefix(tokenizer, description)
         except RecursionError:
             raise UnsupportedTokenizerError("it is nested too deeply") from None
+        except MemoryError:
+            raise UnsupportedTokenizerError("it takes too much memory") from None
         except Exception as error:  # tokenizers raises Exception itself, and the file may contain anything
             raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
         added = tokenizer.get_added_tokens_decoder()

@@ -1,5 +1,7 @@
 """Rounds in the target's tokens, served by a draft with the same weights and other token ids."""
 
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +11,11 @@ from tiny_models import load_engine
 
 from draft_worker.proposer import Proposer
 from draft_worker.translating import TranslatingProposer
+from draft_worker.translation import vetting
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.translation import Translation
 from draft_worker.translation.translations import IDLE_SECONDS, MAX_TRANSLATIONS, Translations
-from specpool.protocol.errors import InvalidArgumentError, UnavailableError
+from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import VOCAB_SIZE, byte_tokenizer
@@ -99,7 +102,7 @@ def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> No
 
 def test_translations_are_kept_while_they_are_used() -> None:
     now = 0.0
-    translations = Translations(files_of(byte_level(300)), 300, lambda: now)
+    translations = Translations(files_of(byte_level(300)), 300, lambda: now, vet=lambda files, vocab_size: None)
     ids = [translations.use(files_of(byte_level(size)), size)[0] for size in range(310, 310 + MAX_TRANSLATIONS)]
     with pytest.raises(UnavailableError, match="4 translations are in use"):
         translations.use(files_of(byte_level(400)), 400)
@@ -111,14 +114,30 @@ def test_translations_are_kept_while_they_are_used() -> None:
     for translation_id in (ids[0], other):
         translations.get(translation_id)
     for translation_id in (*ids[1:], "unknown"):
-        with pytest.raises(UnavailableError, match="call UseTokenizer"):
+        with pytest.raises(NotFoundError, match="call UseTokenizer"):
             translations.get(translation_id)
 
 
 def test_refusals_are_remembered_but_make_room() -> None:
-    translations = Translations(files_of(byte_level(300)), 300)
+    translations = Translations(files_of(byte_level(300)), 300, vet=lambda files, vocab_size: None)
     for size in range(2 * MAX_TRANSLATIONS):
         translation_id, reason = translations.use(TokenizerFiles(b"{}" + b" " * size, "", {}, ()), 300)
         assert str(reason).startswith("the target's tokenizer is not supported: it cannot be read")
-        with pytest.raises(UnavailableError):
+        with pytest.raises(NotFoundError):
             translations.get(translation_id)
+
+
+def refusal(tokenizer_json: bytes) -> str:
+    return str(Translations(files_of(byte_level(300)), 300).use(TokenizerFiles(tokenizer_json, "", {}, ()), 300)[1])
+
+
+def test_a_process_with_limits_reads_the_tokenizer_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(b"{}").startswith("it cannot be read")
+    whole = files_of(byte_level(300)).tokenizer_json
+    assert refusal(whole).startswith("Translation(")
+    with monkeypatch.context() as patch:
+        patch.setattr(vetting, "MEMORY", 0)
+        patch.setattr(vetting, "MEMORY_PER_BYTE", 1)
+        assert re.search("takes too much memory|or crashes", refusal(b"[" + b"[]," * 2_000_000 + b"0]"))
+    monkeypatch.setattr(vetting, "COMMAND", [sys.executable, "-c", "import os; os.abort()"])
+    assert "or crashes (status -6)" in refusal(whole)

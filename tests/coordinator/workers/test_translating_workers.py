@@ -32,6 +32,7 @@ async def test_a_draft_that_translates_gets_the_tokenizer_after_each_start() -> 
         info = await served.info()
         model = info.draft_workers[0].model
         assert (model.tokenizer_translation, model.vocabulary_coverage) == ("retokenized", 0.5)
+        assert "translates tokens (retokenized), since it has 50% of the target's vocabulary" in model.notes
         for starts in (1, 2):
             response = await served.expect(make_request(max_tokens=64, k=4, method=pb.DRAFT_METHOD_MODEL))
             assert response.speculative_decoding.num_accepted_draft_tokens > 0
