@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ByteSize, Field, model_validator
 from coordinator.config.shares import Shares, read_shares
 from coordinator.prompts.chat_formats import AUTO, check_reasoning_tags
 from coordinator.prompts.process_link import check_template
+from specpool.drafting.answers import MAX_STORE_TOKENS
 from specpool.drafting.plans import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.features import MAX_FEATURE_WINDOW
@@ -28,8 +29,6 @@ from specpool.rpc.security.tokens import token_of
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
-MAX_LOOKUP_STORE_TOKENS = 2**24
-"""Takes 1 GiB."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Default of `max_num_speculative_tokens`."""
 
@@ -194,7 +193,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     lookup_store_tokens: int = Field(
         0,
         ge=0,
-        le=MAX_LOOKUP_STORE_TOKENS,
+        le=MAX_STORE_TOKENS,
         description="maximum tokens of finished answers to keep, at about 60 bytes each, for prompt lookup by later "
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )
