@@ -9,7 +9,7 @@ BORDER_DISTANCE = 16
 """Minimum number of target tokens between two borders to remember."""
 MAX_CHARACTER_BYTES = 4
 MAX_TEXT_BYTES = 512
-"""Maximum bytes of text to encode together, except up to the end of a token and character."""
+"""Maximum bytes of text to encode together, except up to the end of a token and character, or twice as many."""
 
 
 class TranslatedSequence:
@@ -60,7 +60,7 @@ class TranslatedSequence:
             draft_id = to_draft.get(token_id)
             if draft_id is None:
                 own = texts.get(token_id, b"")
-                if text and (_is_border(text, own) or (len(text) > MAX_TEXT_BYTES and not num_incomplete(text))):
+                if text and (_is_border(text, own) or _is_long(text)):
                     self._flush(index)
                 text += own
                 continue
@@ -86,3 +86,7 @@ class TranslatedSequence:
 def _is_border(before: bytes | bytearray, after: bytes) -> bool:
     """Whether no tokenizer joins two texts: a word ends, and a space follows."""
     return after[:1] == b" " and not before[-1:].isspace()
+
+
+def _is_long(text: bytes | bytearray) -> bool:
+    return len(text) > MAX_TEXT_BYTES and (len(text) > 2 * MAX_TEXT_BYTES or not num_incomplete(text))

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from draft_worker.translation.sample import SAMPLE
@@ -16,8 +17,11 @@ from specpool.protocol.tokenizer import TokenizerFiles
 COMMAND = [sys.executable, "-P", "-m", "draft_worker.translation.vetting"]
 INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
 """The process gets no other variables, and so neither settings nor secrets."""
-SECONDS, PATIENCE = 30, 10
+SECONDS, PATIENCE = 30, 2
 """Processor time, and wall-clock time per second of it."""
+ENCODE_SECONDS = 0.5
+"""Processor time to encode the texts. The model waits for the encoding of texts in rounds."""
+TEXTS = [SAMPLE.encode(), *(character * 512 for character in (b"a", b" ", b"0", b"\n", b"-"))]
 MEMORY, MEMORY_PER_BYTE = 512 * 2**20, 32
 """Bytes of memory, and further ones per byte of the tokenizer."""
 REFUSED = 3
@@ -25,7 +29,7 @@ MAX_REASON_CHARACTERS = 500
 
 
 def vet(files: TokenizerFiles, vocab_size: int) -> None:
-    """Read a tokenizer and encode a text in another process. Raises UnsupportedTokenizerError."""
+    """Read a tokenizer and encode some texts in another process. Raises UnsupportedTokenizerError."""
     memory = MEMORY + MEMORY_PER_BYTE * len(files.tokenizer_json)
     environment = {name: value for name, value in os.environ.items() if name in INHERITED}
     try:
@@ -54,7 +58,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        Vocabulary.read(TokenizerFiles(sys.stdin.buffer.read(), "", {}, ()), vocab_size).encode(SAMPLE.encode())
+        vocabulary = Vocabulary.read(TokenizerFiles(sys.stdin.buffer.read(), "", {}, ()), vocab_size)
+        began = time.process_time()
+        for text in TEXTS:
+            vocabulary.encode(text)
+        if (seconds := time.process_time() - began) > ENCODE_SECONDS:
+            size = sum(map(len, TEXTS))
+            raise UnsupportedTokenizerError(
+                f"encoding {size} bytes takes {seconds:.1f} s, more than {ENCODE_SECONDS} s"
+            )
     except UnsupportedTokenizerError as error:
         sys.stdout.buffer.write(str(error).encode(errors="replace"))
         sys.exit(REFUSED)

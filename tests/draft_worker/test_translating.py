@@ -1,5 +1,6 @@
 """Rounds in the target's tokens, served by a draft with the same weights and other token ids."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeR
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import VOCAB_SIZE, byte_tokenizer
 
+SLOW_SPLIT = {"type": "Split", "pattern": {"Regex": "(a|aa){18}(?!.)"}, "behavior": "Isolated", "invert": False}
 PROMPT = [*b"The quick brown fox \xf0\x9f\x8e"]
 
 
@@ -135,6 +137,8 @@ def test_a_process_with_limits_reads_the_tokenizer_first(monkeypatch: pytest.Mon
     assert refusal(b"{}").startswith("it cannot be read")
     whole = files_of(byte_level(300)).tokenizer_json
     assert refusal(whole).startswith("Translation(")
+    slow = json.loads(whole) | {"pre_tokenizer": SLOW_SPLIT}
+    assert re.search(r"^encoding 4407 bytes takes \d+\.\d s, more than 0\.5 s", refusal(json.dumps(slow).encode()))
     with monkeypatch.context() as patch:
         patch.setattr(vetting, "MEMORY", 0)
         patch.setattr(vetting, "MEMORY_PER_BYTE", 1)
