@@ -3,11 +3,12 @@
 The draft worker starts this module as `python -m draft_worker.translation.vetting`.
 """
 
+import asyncio
 import os
 import resource
-import subprocess
 import sys
 import time
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
 from draft_worker.translation.sample import SAMPLE
@@ -28,27 +29,27 @@ REFUSED = 3
 MAX_REASON_CHARACTERS = 500
 
 
-def vet(files: TokenizerFiles, vocab_size: int) -> None:
+async def vet(files: TokenizerFiles, vocab_size: int) -> None:
     """Read a tokenizer and encode some texts in another process. Raises UnsupportedTokenizerError."""
     memory = MEMORY + MEMORY_PER_BYTE * len(files.tokenizer_json)
     environment = {name: value for name, value in os.environ.items() if name in INHERITED}
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, str(vocab_size), str(memory), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+    )
     try:
-        done = subprocess.run(
-            [*COMMAND, str(vocab_size), str(memory)],
-            input=files.tokenizer_json,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            timeout=PATIENCE * SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(PATIENCE * SECONDS):
+            output, _ = await process.communicate(files.tokenizer_json)
+    except TimeoutError:
         raise UnsupportedTokenizerError("reading it takes too long") from None
-    if done.returncode == REFUSED:
-        raise UnsupportedTokenizerError(done.stdout.decode(errors="replace")[:MAX_REASON_CHARACTERS])
-    if done.returncode:
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == REFUSED:
+        raise UnsupportedTokenizerError(output.decode(errors="replace")[:MAX_REASON_CHARACTERS])
+    if status := process.returncode:
         limits = f"{SECONDS} s or {memory >> 20} MiB"
-        raise UnsupportedTokenizerError(f"reading it takes more than {limits}, or crashes (status {done.returncode})")
+        raise UnsupportedTokenizerError(f"reading it takes more than {limits}, or crashes (status {status})")
 
 
 def main() -> None:
