@@ -38,6 +38,10 @@ class TranslatedSequence:
         self._translate(start, new)
         return True
 
+    def num_draft_ids(self, length: int) -> int:
+        """Return the number of the draft's tokens of the first `length` target tokens, up to the last border."""
+        return next(count for border, count in reversed(self._borders) if border <= length)
+
     @property
     def incomplete(self) -> list[int]:
         """The last target tokens, if their text ends within a character."""

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from other_tokenizers import byte_level, files_of, permute_vocabulary, save_tiny
@@ -40,9 +41,11 @@ class Rounds:
         self.translation_id, self.translation = asyncio.run(proposer.translations.use(files, vocab_size))
         assert isinstance(self.translation, Translation)
 
-    def propose(self, base: int, token_ids: Sequence[int], k: int = 4, round_id: int | None = None) -> Proposal:
+    def propose(
+        self, base: int, token_ids: Sequence[int], k: int = 4, round_id: int | None = None, **fields: Any
+    ) -> Proposal:
         self.round_id += 1
-        item = ProposeItem(1, base, tuple(token_ids), num_draft_tokens=k, min_chance=1e-9)
+        item = ProposeItem(1, base, tuple(token_ids), num_draft_tokens=k, min_chance=1e-9, **fields)
         number = self.round_id if round_id is None else round_id
         ((proposal,),) = self.proposer.serve([ProposeRound("c", number, [item], translation_id=self.translation_id)])
         return proposal
@@ -90,6 +93,19 @@ def test_a_lost_or_shorter_sequence_is_a_cache_miss(permuted: Rounds) -> None:
     assert permuted.propose(end, [1]).status is ItemStatus.OK
     permuted.proposer.release("c", None)
     assert permuted.propose(end, [1]).status is ItemStatus.CACHE_MISS
+
+
+def test_a_prefix_that_is_no_longer_cached_is_a_cache_miss(permuted: Rounds) -> None:
+    prompt, engine = [*b"The quick brown fox jumps over the lazy dog, and runs away."], permuted.proposer.engine
+    fields, before = {"cache_namespace": b"n", "expected_prefix_length": 48}, engine.tokens
+    assert permuted.propose(0, prompt, **fields).status is ItemStatus.CACHE_MISS
+    assert engine.tokens == before
+    first = permuted.propose(0, prompt, cache_namespace=b"n")
+    permuted.proposer.release("c", None)
+    before = engine.tokens
+    assert permuted.propose(0, prompt, **fields).draft_token_ids == first.draft_token_ids
+    assert engine.tokens - before < len(prompt) - engine.slots.tables.page_size + 4
+    engine.slots.check_integrity()
 
 
 def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> None:
