@@ -13,6 +13,7 @@ from pathlib import Path
 
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
+from specpool.protocol.errors import UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 COMMAND = [sys.executable, "-P", "-m", "draft_worker.translation.vetting"]
@@ -30,7 +31,10 @@ MAX_REASON_CHARACTERS = 500
 
 
 async def vet(files: TokenizerFiles, vocab_size: int) -> None:
-    """Read a tokenizer and encode some texts in another process. Raises UnsupportedTokenizerError."""
+    """Read a tokenizer and encode some texts in another process.
+
+    Raises UnsupportedTokenizerError, and UnavailableError if the machine is too busy.
+    """
     memory = MEMORY + MEMORY_PER_BYTE * len(files.tokenizer_json)
     environment = {name: value for name, value in os.environ.items() if name in INHERITED}
     process = await asyncio.create_subprocess_exec(
@@ -40,7 +44,7 @@ async def vet(files: TokenizerFiles, vocab_size: int) -> None:
         async with asyncio.timeout(PATIENCE * SECONDS):
             output, _ = await process.communicate(files.tokenizer_json)
     except TimeoutError:
-        raise UnsupportedTokenizerError("reading it takes too long") from None
+        raise UnavailableError("too little processor time to read the tokenizer") from None
     finally:
         if process.returncode is None:
             process.kill()

@@ -187,6 +187,15 @@ async def test_a_call_that_ends_takes_its_process_along(monkeypatch: pytest.Monk
     assert (await translations.use(TokenizerFiles(b"{}", "", {}, ()), 300))[1] == ""  # nobody is in the way
 
 
+async def test_a_busy_machine_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    translations, files = Translations(files_of(byte_level(300)), 300), files_of(byte_level(310))
+    with monkeypatch.context() as patch:
+        patch.setattr(vetting, "PATIENCE", 0)
+        with pytest.raises(UnavailableError, match="too little processor time"):
+            await translations.use(files, 310)
+    assert isinstance((await translations.use(files, 310))[1], Translation)
+
+
 def refusal(tokenizer_json: bytes) -> str:
     translations = Translations(files_of(byte_level(300)), 300)
     return str(asyncio.run(translations.use(TokenizerFiles(tokenizer_json, "", {}, ()), 300))[1])
