@@ -16,6 +16,8 @@ from specpool.protocol.tokenizer import TokenizerFiles
 MAX_DEPTH = 8
 """Maximum depth of nested decoders, normalizers and pre-tokenizers."""
 MAX_TOKEN_BYTES = 1024
+MAX_ENTRIES = 2**20
+"""Maximum number of tokens and merges. Reading more takes seconds, in which no other thread runs."""
 MAX_GROWTH = 256
 """How many times longer a normalizer may make a text."""
 METASPACE = "▁"
@@ -55,6 +57,7 @@ class Vocabulary:
         try:
             description = json.loads(files.tokenizer_json)
             kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
+            _check_size(description["model"])
             _check_growth(_steps(description["normalizer"], "normalizers"))
             tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
             tokenizer.no_padding()
@@ -161,6 +164,11 @@ def _bytes_of(token: str, kinds: list[str]) -> bytes:
     if "Metaspace" in kinds or "Replace" in kinds:
         return token.replace(METASPACE, " ").encode(errors="replace")
     raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not give the bytes of tokens")
+
+
+def _check_size(model: dict[str, Any]) -> None:
+    if (size := len(model["vocab"]) + len(model.get("merges", ()))) > MAX_ENTRIES:
+        raise UnsupportedTokenizerError(f"it has {size} tokens and merges, more than {MAX_ENTRIES}")
 
 
 def _check_growth(normalizers: list[dict[str, Any]]) -> None:
