@@ -95,7 +95,7 @@ class Recorder:
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
             if self._thread.is_alive():
-                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
+                log.warning("failed to write the last recorded answers within %g s", CLOSE_SECONDS)
 
     def _run(self) -> None:
         self._try(None)

@@ -18,7 +18,7 @@ class Draft:
     share: float
     """Share of new samples that draft with it."""
     running: int
-    """Samples that draft with it now."""
+    """Running samples assigned to the draft model."""
     acceptance_rate: float | None
     tokens_per_round: float | None
     """Tokens that its samples gain in a round, with or without draft tokens."""

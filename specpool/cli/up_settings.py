@@ -46,7 +46,7 @@ class UpSettings(ListeningSettings):
     draft_canary: str | None = Field(
         None,
         min_length=1,
-        description="second draft, compared with the first one: hub id, folder or GGUF file, in one more worker",
+        description="second draft to compare with the first one, in its own worker: hub id, folder or GGUF file",
     )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]
