@@ -1,12 +1,13 @@
 """Replay greedy answers through the lookup sources: draft tokens that cost no model pass.
 
-    python -m benchmarks.lookup --prompts FILE [--answers FILE] [--k 8,32] [--row-costs 0.08,0.25] [--output FOLDER]
+    python -m benchmarks.lookup --prompts FILE [--answers FILE] [--k 32] [--row-costs 0.08,0.25] [--output FOLDER]
 
 `--prompts` has Spec-Bench questions. The embedded target answers them once; `--answers` keeps the answers for later
 runs. A trace of tool calls (`benchmarks/agent_trace.py`) needs no model. Requests run one after the other. A round
 verifies draft tokens while the probability that all are accepted is at least the cost of a row, in tokens. `shared`
 requests have one cache salt, so later ones find earlier answers. `net` is tokens per round minus the cost of the draft
-tokens. `us_per_token` is processor time of the sources, including the index. The last line printed is JSON.
+tokens. A row cost of 0 verifies all draft tokens, which bounds the tokens per round. `us_per_token` is the processor
+time of the sources, including their index. The last line printed is JSON.
 """
 
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks.agent_trace import agent_texts
 from benchmarks.prompts import checked
-from benchmarks.report import finish, output_folder, parser_of, progress, show, whole, wholes
+from benchmarks.report import finish, output_folder, parser_of, progress, real, show, whole, wholes
 from benchmarks.target_answers import Turn, load_target_tokenizer, load_turns, read_conversations
 from specpool.distill.replay import Prediction
 from specpool.drafting.acceptance import agreement_length, likely_tokens
@@ -54,8 +55,10 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, help="file of the target's answers; written if it does not exist")
     parser.add_argument("--tokens", type=whole(1, 4000), default=256, help="maximum tokens of an answer")
     parser.add_argument("--tickets", type=whole(1, 10_000), default=60, help="tickets of the agent trace")
-    parser.add_argument("--k", type=wholes(1, 256), default=[8, 32], help="maximum draft tokens of a round")
-    parser.add_argument("--row-costs", type=shares, default=[0.08, 0.25], help="costs of a verified row, in tokens")
+    parser.add_argument("--k", type=wholes(1, 256), default=[32], help="maximum draft tokens of a round")
+    parser.add_argument(
+        "--row-costs", type=costs, default=[0.08, 0.25], help="tokens that a verified row costs, 0 to 1"
+    )
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     conversations = checked(parser, lambda: read_conversations(options.prompts))
@@ -74,8 +77,8 @@ def main() -> None:
     )
 
 
-def shares(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
+def costs(text: str) -> list[float]:
+    return [real(0, 1)(number) for number in text.split(",")]
 
 
 def agent_turns(tickets: int) -> list[Turn]:

@@ -33,6 +33,7 @@ class CoordinatorMetrics:
         """Yield all metrics, and with `metrics_compat` some under vLLM's names too."""
         coordinator = self._coordinator
         yield self._links()
+        yield self._coverage()
         if coordinator.model is None:
             return
         model = {"model_name": coordinator.served_model_name}
@@ -58,6 +59,14 @@ class CoordinatorMetrics:
         }
         text = "State of the link to a worker: 1 for the present state, else 0."
         return Families().gauge("worker_link_state", text, states, "worker", "address", "state")
+
+    def _coverage(self) -> Metric:
+        drafts = {link.address: info for link, info in self._coordinator.lanes.drafts if info is not None}
+        coverage = {
+            address: info.vocabulary_coverage if info.tokenizer_translation else 1.0 for address, info in drafts.items()
+        }
+        text = "Share of the target's vocabulary that a draft's has, too; below 1, tokens are translated."
+        return Families().gauge("draft_vocabulary_coverage", text, coverage, "address")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
         """Metrics with the names and meanings of vLLM's."""

@@ -34,7 +34,7 @@ class TranslatingProposer(Proposer):
         self.translations = Translations(engine.loaded.tokenizer, engine.vocab_size)
 
     def limits_of(self, translation_id: str) -> RoundLimits:
-        """Limits for the items of a round, any thread. Raises UnavailableError without the translation."""
+        """Limits for the items of a round, any thread. Raises NotFoundError without the translation."""
         if not translation_id:
             return self.limits
         return replace(self.limits, vocab_size=self.translations.get(translation_id).vocab_size)

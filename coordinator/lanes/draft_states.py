@@ -35,7 +35,7 @@ def draft_states(lanes: Iterable[Lane]) -> list[DraftModelState]:
     taken: set[str] = set()
     for (_, fingerprint), state in states.items():
         state.share /= max(1, num_drafting)
-        if state.name in taken:  # lanes may find the workers of a rolling update in another order
+        while state.name in taken:  # lanes may find the workers of a rolling update in another order
             state.name = f"{state.name} ({fingerprint[:FINGERPRINT_DIGITS]})"
         taken.add(state.name)
     return [*states.values()]

@@ -91,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         loads = dict(zip(links, await asyncio.gather(*map(_load, links)), strict=True))
         # From here on nothing waits: lanes come, go and change roles.
         lanes, standby = list(coordinator.lanes), coordinator.lanes.standby
+        draft_models = draft_states(lanes)
         drafts = [_draft_state(link, info, loads) for link, info in coordinator.lanes.drafts]
         return pb.GetServerInfoResponse(
             version=package_version(),
@@ -104,7 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             targets=[_worker_state(lane.link, loads) for lane in lanes],
             draft=min(drafts, key=lambda worker: worker.state != LinkState.READY, default=None),
             draft_workers=drafts,
-            drafts=[pb.DraftModelState(**vars(state)) for state in draft_states(lanes)],
+            drafts=[pb.DraftModelState(**vars(state)) for state in draft_models],
             standby=_worker_state(standby.link, loads) if standby is not None else None,
             counters=pb.ServerCounters(
                 requests=coordinator.in_flight.requests,

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
@@ -29,30 +30,31 @@ class DraftCalls:
     def __init__(self, on_late_end: Callable[[DraftLink, Iterable[int]], None]) -> None:
         """`on_late_end`: called with the worker and the sequences of a late call once it has ended."""
         self._on_late_end = on_late_end
-        self._late: dict[DraftLink, Call] = {}
+        self._late: dict[Call, DraftLink] = {}
+        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
 
     def is_late(self, link: DraftLink) -> bool:
         """Whether a worker still runs a call that no round waits for. It gets no others until then."""
-        return link in self._late
+        return link in self._late.values()
 
     async def send(
         self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
         """Return the proposals of each worker that answers in time, the duration, and the errors.
 
-        The duration is that of the slowest worker of the main draft: the one with the most sequences. `learns`: whether
-        to learn the step times of each worker, if not from the duration.
+        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
+        `learns`: whether to learn the step times of each worker, if not from the duration.
         """
         calls = {
             link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
             for link, own in parts.items()
         }
         main = await _answered(parts, calls)
-        answers, slowest, failures = dict[DraftLink, list[Proposal]](), Timed(), list[BaseException]()
+        answers, durations, failures = dict[DraftLink, list[Proposal]](), [(False, 0.0, Timed())], list[BaseException]()
         for link, own in parts.items():
             if not calls[link].done():
                 _observe(link, is_answered=False)
-                self._late[link] = calls[link]
+                self._late[calls[link]] = link
                 calls[link].add_done_callback(partial(self._late_call_ended, link, own))
             elif (error := calls[link].exception()) is not None:
                 failures.append(error)
@@ -62,12 +64,11 @@ class DraftCalls:
                 _observe(link, is_answered=True)
                 if learns:
                     link.step_times.observe_steps(draft_steps(own, answers[link]), timed.forward)
-                if link.model is main:
-                    slowest = max(slowest, timed, key=lambda each: each.elapsed)
-        return answers, slowest, failures
+                durations.append((link.model is main, timed.elapsed, timed))
+        return answers, max(durations, key=itemgetter(0, 1))[-1], failures
 
     def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
-        del self._late[link]
+        del self._late[call]
         if call.cancelled():
             return
         if (error := call.exception()) is not None:
@@ -79,7 +80,7 @@ class DraftCalls:
 
     def cancel(self) -> None:
         """End the late calls."""
-        for call in [*self._late.values()]:
+        for call in [*self._late]:
             call.cancel()
 
 

@@ -29,6 +29,8 @@ from specpool.rpc.security.channel import Connector
 from specpool.rpc.status import ANSWERED
 from specpool.v1 import draft_worker_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 # Backoff of a flapping draft worker: maximum pause, and uptime that resets it, as a multiple of the last pause.
 MAX_BACKOFF_SECONDS, RESET_AFTER = 30.0, 10
 # Timeout of a round, as a multiple of its expected duration, and its minimum.
@@ -89,10 +91,14 @@ class DraftLink(WorkerLink):
             reason = f"the draft {info.model} uses a different tokenizer than the target {target.model}"
             raise MismatchError(f"{reason}, which it cannot translate: {shortened(found.refusal)}")
         self._translation_id = found.translation_id
+        share = f"{100 * found.vocabulary_coverage:.0f}% of the target's vocabulary"
+        note = f"translates tokens ({found.method}), since it has {share}"
+        log.info("the draft worker at %s %s", self.address, note)
         return replace(
             info,
             vocab_size=target.vocab_size,
             max_branches=0,
+            notes=(*info.notes, note),
             tokenizer_translation=found.method,
             vocabulary_coverage=found.vocabulary_coverage,
         )

@@ -1,12 +1,15 @@
 """Build the translation for a pair of tokenizers, and choose its method by what a perfect draft would get accepted."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.sequence import TranslatedSequence
 from draft_worker.translation.translation import RETOKENIZED, SHARED, Translation
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
 
+EQUAL_COVERAGE = 0.99
+"""Coverage from which vocabularies count as equal: the draft then sees exactly the target's tokens."""
 MIN_FIDELITY = 0.5
 """Minimum share of a sample's tokens that a perfect draft proposes. See docs/decisions.md."""
 MEASURED_DRAFT_TOKENS = 4
@@ -23,15 +26,13 @@ def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) ->
     ids = {text: token_id for token_id, text in draft.texts.items()}
     shared = {token_id: ids[text] for token_id, text in target.texts.items() if text in ids}
     coverage = len(shared) / max(1, len(target.texts))
-    text = SAMPLE.encode()
-    num_target_tokens = max(1, len(target.encode(text)))
-    ratio = len(draft.encode(text)) / num_target_tokens
     methods = [
-        Translation(method, target, draft, to_draft, _inverse(to_draft, target, draft), coverage, vocab_size, ratio)
+        Translation(method, target, draft, to_draft, _inverse(to_draft, target, draft), coverage, vocab_size)
         for method, to_draft in ((SHARED, shared | specials), (RETOKENIZED, specials))
     ]
+    methods = [replace(translation, ratio=_ratio(translation)) for translation in methods]
     measured = [(translation, fidelity(translation)) for translation in methods]
-    best, measure = max(measured, key=lambda each: each[1])
+    best, measure = measured[0] if coverage >= EQUAL_COVERAGE else max(measured, key=lambda each: each[1])
     if measure < MIN_FIDELITY:
         reason = f"a perfect draft would propose only {measure:.0%} of the target's tokens"
         raise UnsupportedTokenizerError(f"{reason}; at least {MIN_FIDELITY:.0%} are needed")
@@ -59,6 +60,11 @@ def fidelity(translation: Translation, sample: str = SAMPLE, count: int = MEASUR
         num_rounds += 1
         place += accepted + 1
     return num_accepted / max(1, count * num_rounds)
+
+
+def _ratio(translation: Translation, sample: str = SAMPLE) -> float:
+    draft_ids = translation.draft.encode(sample.encode())
+    return len(draft_ids) / max(1, len(translation.proposal(draft_ids, (), len(sample.encode()))[0]))
 
 
 def _special_map(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:

@@ -53,7 +53,7 @@ class Translation:
                 writer.write(text, chance)
             else:  # a special token that the target lacks
                 break
-        writer.flush()
+        writer.flush(is_last=True)
         return tuple(writer.token_ids[:limit]), tuple(writer.chances[:limit]) if chances else ()
 
 
@@ -77,10 +77,13 @@ class _Writer:
         self._starts.append((len(self._text), chance))
         self._text += text
 
-    def flush(self) -> None:
-        """Encode the text so far. A token is as likely as all of the draft's tokens that begin in it."""
-        complete = bytes(self._text[: len(self._text) - num_incomplete(self._text)])
-        encoded, texts, end = self._encode(complete), self._target.texts, 0
+    def flush(self, *, is_last: bool = False) -> None:
+        """Encode the text so far. A token is as likely as all of the draft's tokens that begin in it.
+
+        `is_last`: nothing follows, so the beginning of a character is no token yet.
+        """
+        text = bytes(self._text[: len(self._text) - num_incomplete(self._text)] if is_last else self._text)
+        encoded, texts, end = self._encode(text), self._target.texts, 0
         starts = iter([*self._starts, (math.inf, 1.0)])
         start, chance = next(starts)
         for token_id in encoded:

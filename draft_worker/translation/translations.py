@@ -12,15 +12,16 @@ from functools import cached_property
 
 from draft_worker.translation.building import build_translation
 from draft_worker.translation.translation import Translation
+from draft_worker.translation.vetting import vet
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
-from specpool.protocol.errors import UnavailableError
+from specpool.protocol.errors import NotFoundError, UnavailableError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
 
 MAX_TRANSLATIONS = 4
 """Maximum number of translations, and of refusals to remember. Each takes up to about 100 MiB."""
-IDLE_SECONDS = 600.0
+IDLE_SECONDS = 3600.0
 """Translations that no round has used for this long are freed. Their coordinators ask again."""
 
 
@@ -34,8 +35,15 @@ class _Entry:
 class Translations:
     """Builds and keeps translations. Any thread may call it."""
 
-    def __init__(self, draft: TokenizerFiles, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._vocab_size, self._clock = draft, vocab_size, clock
+    def __init__(
+        self,
+        draft: TokenizerFiles,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        vet: Callable[[TokenizerFiles, int], None] = vet,
+    ) -> None:
+        """`vet`: raises UnsupportedTokenizerError for a target's tokenizer that this process must not read."""
+        self._files, self._vocab_size, self._clock, self._vet = draft, vocab_size, clock, vet
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -57,10 +65,10 @@ class Translations:
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
-        """Return a translation. Raises UnavailableError if it has been freed, so that its coordinator asks again."""
+        """Return a translation. Raises NotFoundError if it has been freed. Its coordinator then asks again."""
         entry = self._entries.get(translation_id)
         if entry is None or isinstance(entry.result, str):
-            raise UnavailableError("the worker has no translation with this id: call UseTokenizer")
+            raise NotFoundError("translation_id: call UseTokenizer first")
         entry.used = self._clock()
         return entry.result
 
@@ -92,6 +100,7 @@ class Translations:
     def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
         began = time.perf_counter()
         try:
+            self._vet(target, vocab_size)
             translation, fidelity = build_translation(_read("target", target, vocab_size), self._draft, vocab_size)
         except UnsupportedTokenizerError as error:
             log.warning("cannot translate between the tokenizers: %s", error)

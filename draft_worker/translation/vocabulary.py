@@ -52,12 +52,13 @@ class Vocabulary:
             kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
             tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
             prefix = tokenizer.encode("").ids
-            continuing = Tokenizer.from_str(json.dumps(_without_prefix(description)))
+            _drop_prefix(tokenizer, description)
         except RecursionError:
             raise UnsupportedTokenizerError("it is nested too deeply") from None
+        except MemoryError:
+            raise UnsupportedTokenizerError("it takes too much memory") from None
         except Exception as error:  # tokenizers raises Exception itself, and the file may contain anything
             raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
-        continuing.encode_special_tokens = True
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         texts = dict[int, bytes]()
@@ -76,7 +77,7 @@ class Vocabulary:
                 texts[token_id] = text
         bos = special.get(files.special_tokens.get("bos_token", ""))
         known_prefix = tuple(prefix) if set(prefix) <= {bos} else ()
-        return cls(texts, special, files.eos_token_ids, bos, known_prefix, byte_ids, continuing)
+        return cls(texts, special, files.eos_token_ids, bos, known_prefix, byte_ids, tokenizer)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens of a text that continues another one. Invalid UTF-8 becomes tokens of single bytes."""
@@ -133,20 +134,23 @@ def _bytes_of(token: str, kinds: list[str]) -> bytes:
     raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not give the bytes of tokens")
 
 
-def _without_prefix(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's description that adds neither a space before a text, nor special tokens around it."""
+def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:
+    """Let a tokenizer add neither a space before a text, nor special tokens around it. Special tokens become text."""
     normalizers = [step for step in _steps(description["normalizer"], "normalizers") if step["type"] != "Prepend"]
-    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
-    splits = _steps(description["pre_tokenizer"], "pretokenizers")
-    return description | {
-        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [step | changes.get(step["type"], {}) for step in splits],
-        }
-        if splits
-        else None,
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
+    never: dict[str, Any] = {"prepend_scheme": "never"}
+    changes = {"Metaspace": never, "ByteLevel": {"add_prefix_space": False}}
+    splits = [step | changes.get(step["type"], {}) for step in _steps(description["pre_tokenizer"], "pretokenizers")]
+    empty = dict.fromkeys(description) | {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
+    changed = Tokenizer.from_str(json.dumps(empty))  # a small one, because loading the vocabulary takes long
+    tokenizer.normalizer = changed.normalizer if normalizers else None
+    tokenizer.pre_tokenizer = changed.pre_tokenizer if splits else None
+    tokenizer.post_processor = None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True

@@ -109,6 +109,8 @@ class GenerateSettings(Settings, ClientSecurity):
             raise ValueError('--chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
             raise ValueError("chat_template_kwargs needs --chat, or a file of prompts with chats")
+        if self.draft_method is DraftMethod.PREDICTION and self.prediction is None and self.prompts is None:
+            raise ValueError("--draft-method prediction needs --prediction")
         given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if getattr(self, name, None) is not None]
         if len(given) > 1:
             raise ValueError(f"give only one of {', '.join(given)}")

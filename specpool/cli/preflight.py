@@ -89,7 +89,7 @@ def check_services(services: list[Service]) -> None:
                 role = service.name.partition(WORKER)[0]
                 options.setdefault(role, []).append(_check_options(role, service))
         for role in [role for role in MODEL_FLAGS if role in options]:
-            check_pair(options["target"][0], options[role][0], {"draft": MODEL_FLAGS[role]})
+            check_pair(options["target"][0], options[role][0], {"draft": MODEL_FLAGS[role]}, translates=True)
         workers = [(role, each) for role, of_role in options.items() for each in of_role]
         for one, other in combinations(workers, 2):
             _check_shared_gpu(one, other)

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from specpool.cli.top_drafts import Draft
 from specpool.cli.top_view import Activity, View, Window, Worker
 from specpool.cli.waiting import clean
 
@@ -39,9 +40,13 @@ class Panels:
         now = view.now or view.since_start
         period = "since its start" if view.now is None else f"of the last {now.seconds:.1f} s"
         title = f"{clean(view.version)} at {view.address}, up {_duration(view.uptime_s)}. Shares {period}."
-        workers = map(_detailed_worker if is_detailed else _worker_line, view.workers)
+        workers = [*map(_detailed_worker if is_detailed else _worker_line, view.workers)]
+        workers += map(_draft_line, view.drafts)
         load = _panel("Window", _window(view.window, is_detailed)), _panel("Speculation", _speculation(now))
-        parts: list[RenderableType] = [Text.assemble(("specpool ", "bold"), title), _panel("Workers", Group(*workers))]
+        parts: list[RenderableType] = [
+            Text.assemble(("specpool ", "bold"), title),
+            _panel("Workers", Group(*workers)),
+        ]
         if width >= WIDE_COLUMNS:
             columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
             columns.add_row(Group(*load), _panel("Rates", _rates(view)))
@@ -126,6 +131,14 @@ def _worker_line(worker: Worker) -> RenderableType:
     role = f"{worker.role}{' with the target' if worker.is_carried else ''} "
     line = Text.assemble((role, "bold"), _state(worker), f", {details}", no_wrap=True, overflow="ellipsis")
     return Group(line, *_warnings(worker.reason))
+
+
+def _draft_line(draft: Draft) -> Text:
+    """Compare a draft model with the others on one line."""
+    share = f": {_percent(draft.share)} of new samples, {_percent(draft.acceptance_rate)} accepted"
+    gain = UNDEFINED if draft.gain is None else f"{draft.gain:.2f}x"
+    rounds = f", {_length(draft.tokens_per_round)} tokens per round, {gain}"
+    return Text.assemble((clean(draft.name), "bold"), share, rounds, no_wrap=True, overflow="ellipsis")
 
 
 def _detailed_worker(worker: Worker) -> RenderableType:

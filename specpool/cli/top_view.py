@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from specpool.cli.top_drafts import Draft, drafts_of
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
@@ -110,6 +111,8 @@ class View:
     uptime_s: float
     window: Window
     workers: tuple[Worker, ...]
+    drafts: tuple[Draft, ...]
+    """The draft models, if there are several."""
     now: Activity | None
     """Activity since the previous state; None without one."""
     since_start: Activity
@@ -144,6 +147,7 @@ def view_of(
             for role, states in roles.items()
             for state in states
         ),
+        drafts=drafts_of(info, earlier),
         now=activity(info, earlier) if earlier is not None else None,
         since_start=activity(info),
     )

@@ -1,6 +1,7 @@
 """Converts gRPC errors to the exceptions of `specpool.errors`."""
 
 import asyncio
+import re
 from typing import Any
 
 import grpc
@@ -52,6 +53,10 @@ _PERMANENT = (
 )
 
 
+_TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+"""The server's gRPC library refuses a request. It sends no details."""
+
+
 def is_permanent(error: RequestError) -> bool:
     """Return whether waiting for the server to start is pointless. Includes unknown host names, which calls retry."""
     return isinstance(error, _PERMANENT)
@@ -66,6 +71,8 @@ def failure(error: Any, connector: Connector) -> RequestError:
     kind, message = _ERRORS.get(error.code(), ServerError), error.details() or ""
     if kind is UnavailableError and ANSWERED not in [*trailing_metadata] and (fault := diagnose(connector)) is not None:
         kind, message = fault
+    if sizes := _TOO_LARGE.fullmatch(message):
+        message = f"the request has {sizes[1]} bytes, more than the server's --max-request-bytes, {sizes[2]}"
     details = details_of(error)
     if kind is ResourceExhaustedError and details.reason == QUEUE_FULL:
         kind = QueueFullError

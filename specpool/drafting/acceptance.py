@@ -9,7 +9,7 @@ from operator import mul
 DECAY = 0.995
 # Weight of a prior in observations: a new sequence starts with the overall rate.
 PRIOR_TOKENS = 10.0
-# Initial acceptance rate: of a draft model's tokens, of those after a run of MAX_RUN tokens, and of the first branch.
+# Initial acceptance rate of a draft model's tokens, and of the first branch.
 FIRST_RATE = 0.6
 # Bins of acceptance rates: planning counts sequences per bin instead of examining each one.
 RATE_BINS = 32

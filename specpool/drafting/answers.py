@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 from specpool.drafting.suffixes import TOKENS_PER_CALL
 from specpool.drafting.votes import MAX_MATCH, Match, match_length
@@ -15,6 +16,8 @@ RUNS = (4, 2)
 MIN_MATCH = min(RUNS)
 # Occurrences of each run to examine, latest first.
 MAX_OCCURRENCES = 16
+# Limit of the settings; takes 1 GiB.
+MAX_STORE_TOKENS = 2**24
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 4
 
@@ -132,8 +135,8 @@ class AnswerStore:
                 for entry, answer in self._occurrences(shelf, kind, last_ids[-run:]):
                     end = entry % self.max_tokens
                     if entry not in found and (length := match_length(answer.token_ids, end, last_ids)) >= run:
-                        found[entry] = Match(length, answer.token_ids[end : end + k].tolist())
-        return sorted(found.values(), key=lambda match: -match.length)
+                        found[entry] = length, answer.token_ids[end : end + k]
+        return sorted(found.values(), key=itemgetter(0), reverse=True)
 
     def _occurrences(self, shelf: _Shelf, kind: int, run: Sequence[int]) -> Iterator[tuple[int, _Answer]]:
         """Entries of the hash table that may be occurrences of a run in answers of a shelf, latest first."""

@@ -87,13 +87,15 @@ class Drafting:
 
         `models`: those with a ready worker.
         """
-        ready = {model.key: model for model in models}
         for sequence in group:
             sequence_id, before = sequence.sequence_id, sequence.draft.model
+            if before is not None and before is self._models.get(sequence_id) and before in models:
+                continue
             if not sequence.request.num_speculative_tokens or sequence.request.method not in MODEL_METHODS:
                 continue
-            model = ready.get(before.key) if before is not None else None
-            model = model or self.shares.choose(models, self.speeds)
+            # The model of a sequence that comes from another target worker has the same key here.
+            same = (model for model in models if before is not None and model.key == before.key)
+            model = next(same, None) or self.shares.choose(models, self.speeds)
             if model is not self._models.get(sequence_id):
                 self._end_samples([sequence_id])
             sequence.draft.model = model

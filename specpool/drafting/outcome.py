@@ -78,15 +78,7 @@ class RoundOutcome(Generic[C_co]):
     @property
     def lookup_parts(self) -> dict[str, Part]:
         """The parts of lookups in the round by method; empty if the draft model took part, or nothing was drafted."""
-        if self.method in (None, DraftMethod.MODEL):
-            return {}
-        drafted = sum(commit.drafted for commit in self.commits)
-        parts: dict[str, Part] = {}
-        for commit in self.commits:
-            if commit.method is not None:
-                share, gained = parts.get(commit.method, Part(0.0, 0.0))
-                parts[commit.method] = Part(share + commit.drafted / drafted, gained + _credit(commit))
-        return parts
+        return {} if self.method in (None, DraftMethod.MODEL) else lookup_parts(self.commits)
 
     @property
     def rows(self) -> dict[int, int]:
@@ -106,6 +98,17 @@ class RoundOutcome(Generic[C_co]):
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
         return [self.verified, *(call.timed for call in self.draft_calls)]
+
+
+def lookup_parts(commits: Items[Commit]) -> dict[str, Part]:
+    """The parts of lookups in a round without the draft model, by method."""
+    drafted = sum(commit.drafted for commit in commits)
+    parts: dict[str, Part] = {}
+    for commit in commits:
+        if commit.method is not None:
+            share, gained = parts.get(commit.method, Part(0.0, 0.0))
+            parts[commit.method] = Part(share + commit.drafted / drafted, gained + _credit(commit))
+    return parts
 
 
 def _credit(commit: Commit) -> float:

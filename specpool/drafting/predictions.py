@@ -5,25 +5,27 @@ prediction and answer agree again, by their longest common suffix. Close to the 
 away, a few are needed. So it follows replaced, inserted, deleted, moved and repeated parts.
 """
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from weakref import WeakValueDictionary
 
 from specpool.drafting.places import PlaceRates, Quality
 from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
+from specpool.drafting.prediction_index import PredictionIndex
 from specpool.drafting.sequences import Sequence
 
-# Tokens of a prediction to index per call. A long one must not stall a round.
-TOKENS_PER_CALL = 2048
-# Maximum length of a common suffix to compare.
-MAX_SUFFIX = 16
+# Maximum length of a common suffix to compare. In a text that repeats itself, the next place wins, not the longest one:
+# that would lead to the same difference again.
+MAX_SUFFIX = 8
 # Agreeing tokens that confirm a place, and the minimum to resume at a distant one.
 TRUSTED_RUN = 3
 # Maximum distance from the expected places at which a shorter suffix counts.
 NEARBY = 48
-# Occurrences of the last token to compare around each of the expected places.
-MAX_OCCURRENCES = 10
+# Weight of a distance backward: answers leave parts out more often than they repeat them.
+BACKWARD = 4
+# Draft tokens after a difference, and per agreeing token since. A run tells more than the rates of earlier runs.
+FIRST_TOKENS, GROWTH = 4, 2
 # Tokens to reread when a sequence continues after its state was forgotten.
 REREAD_TOKENS = 64
 # Minimum chance of a draft for requests with a fixed length, which draft whether it pays or not.
@@ -40,17 +42,20 @@ class PredictionSource:
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
+        self._indexes: WeakValueDictionary[int, PredictionIndex] = WeakValueDictionary()
+        """By the id of the prediction, which the index keeps alive."""
         self._rates: OrderedDict[str, PlaceRates] = OrderedDict()
         """By client, least recently used first."""
 
     def propose(self, sequence: Sequence, limit: int) -> Lookup:
         """See `Source`. Indexes long predictions over several calls."""
         place = self._place(sequence)
-        place.index_some()
+        place.index.index_some()
         if not sequence.is_decoding:
             return NO_LOOKUP
         place.follow(sequence.token_ids)
-        token_ids = place.next_tokens(limit)
+        pending = sequence.num_pending_tokens
+        token_ids = place.next_tokens(min(limit, pending + max(FIRST_TOKENS, GROWTH * (place.run + pending))))
         chances = place.chances(len(token_ids))
         if not token_ids or (not sequence.request.adaptive and chances[0] < MIN_FIXED_CHANCE):
             return NO_LOOKUP
@@ -74,18 +79,21 @@ class PredictionSource:
             self._rates[client] = rates
             if len(self._rates) > MAX_CLIENTS:
                 self._rates.popitem(last=False)
-            place = self._places[sequence.sequence_id] = _Place(sequence, rates)
+            prediction = sequence.request.prediction
+            index = self._indexes.setdefault(id(prediction), PredictionIndex(prediction))
+            place = self._places[sequence.sequence_id] = _Place(sequence, index, rates)
         return place
 
 
 class _Place:
     """Where the answer of one sequence is in its prediction."""
 
-    def __init__(self, sequence: Sequence, rates: PlaceRates) -> None:
+    def __init__(self, sequence: Sequence, index: PredictionIndex, rates: PlaceRates) -> None:
         length = len(sequence.token_ids)
+        self.index = index
         self.run = 0
         """Agreeing tokens before the place."""
-        self._prediction, self._prompt_length, self._rates = sequence.request.prediction, sequence.prompt_length, rates
+        self._prediction, self._prompt_length, self._rates = index.prediction, sequence.prompt_length, rates
         self._read = max(self._prompt_length, length - REREAD_TOKENS)
         """Number of the sequence's tokens followed so far."""
         self._next = self._confirmed = min(len(self._prediction), self._read - self._prompt_length)
@@ -95,17 +103,6 @@ class _Place:
         self._quality = Quality()
         self._since = 0
         """Tokens of the answer since the confirmed run."""
-        self._indexes: dict[int, list[int]] = {}
-        """By token: the places after its occurrences."""
-        self._num_indexed = 0
-
-    def index_some(self) -> None:
-        """Index at most `TOKENS_PER_CALL` tokens of the prediction."""
-        start = self._num_indexed
-        if start < len(self._prediction):
-            self._num_indexed = min(len(self._prediction), start + TOKENS_PER_CALL)
-            for at in range(start, self._num_indexed):
-                self._indexes.setdefault(self._prediction[at], []).append(at + 1)
 
     def next_tokens(self, limit: int) -> tuple[int, ...]:
         return tuple(self._prediction[self._next : self._next + limit])
@@ -138,9 +135,9 @@ class _Place:
         # Anything between both expected places is a deletion and an insertion at the same time.
         first, last = self._confirmed, expected + 1
         prediction, previous = self._prediction, token_ids[end - 2]
-        for place in self._occurrences(token_ids[end - 1], expected):
+        for place in self.index.places(token_ids[end - 1], self._confirmed, expected):
             run = self._suffix(token_ids, end, place) if prediction[place - 2] == previous else 1
-            distance = first - place if place < first else place - last if place > last else 0
+            distance = BACKWARD * (first - place) if place < first else place - last if place > last else 0
             if distance > NEARBY:
                 if run >= TRUSTED_RUN:
                     far = max(far, (run, -distance, place))
@@ -151,15 +148,6 @@ class _Place:
         chance, quality = self._rates.chance, self._quality
         if not self.run or chance(0, self._since, False, quality) > chance(self.run, 0, self._is_distant, quality):
             self.run, self._is_distant, self._next = 0, False, expected
-
-    def _occurrences(self, token: int, expected: int) -> list[int]:
-        """Places after occurrences of a token, those closest to the expected ones."""
-        places = self._indexes.get(token, [])
-        if len(places) <= 2 * MAX_OCCURRENCES:
-            return places
-        first, second = (max(0, bisect_left(places, at) - MAX_OCCURRENCES // 2) for at in (self._confirmed, expected))
-        second = max(second, first + MAX_OCCURRENCES)
-        return places[first : first + MAX_OCCURRENCES] + places[second : second + MAX_OCCURRENCES]
 
     def _suffix(self, token_ids: Items[int], end: int, place: int) -> int:
         """Number of tokens before `place` that equal the last tokens of the answer. The last one is known to."""

@@ -1,8 +1,9 @@
 """Suffix index: finds earlier occurrences of the longest suffixes of a sequence. Pure."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
+from operator import itemgetter
 
 from specpool.drafting.votes import Match, match_length
 
@@ -49,22 +50,28 @@ class SuffixIndex:
         `token_ids` must extend the tokens of the last call. If a match overlaps the last tokens, it loops.
         """
         self.extend(token_ids)
-        found = dict[int, int]()
-        for end in self._occurrences(self._pairs, tuple(token_ids[-2:]), MAX_PAIRS):
-            found[end] = match_length(token_ids, end, token_ids, 2)
-        for end in self._occurrences(self._singles, token_ids[-1], MAX_SINGLES):
-            found.setdefault(end, 1)
-        longest = sorted(found.items(), key=lambda match: (-match[1], -match[0]))
-        return [Match(length, _following(token_ids, end, k)) for end, length in longest]
+        last = token_ids[-1]
+        single = self._occurrence(last)
+        if not single:  # the usual case, in every round of every sequence
+            return []
+        before = token_ids[-2] if len(token_ids) > 1 else -1
+        ends = _linked(self._pairs, self._occurrence((before, last)), MAX_PAIRS)
+        pairs = [(match_length(token_ids, end, token_ids, 2), end) for end in ends]
+        pairs.sort(key=itemgetter(0), reverse=True)
+        ends = _linked(self._singles, single, MAX_SINGLES)
+        singles = [(1, end) for end in ends if end < 2 or token_ids[end - 2] != before]
+        return [(length, _following(token_ids, end, k)) for length, end in pairs + singles]
 
-    def _occurrences(self, links: Sequence[int], key: object, limit: int) -> Iterator[int]:
-        at = self._occurrence(key)
-        while at and limit:
-            yield at
-            at, limit = links[at], limit - 1
+    def _occurrence(self, run: int | tuple[int, int]) -> int:
+        return self._last.get(run) or self._old.get(run, 0)
 
-    def _occurrence(self, key: object) -> int:
-        return self._last.get(key) or self._old.get(key, 0)
+
+def _linked(links: Sequence[int], end: int, limit: int) -> list[int]:
+    ends = list[int]()
+    while end and len(ends) < limit:
+        ends.append(end)
+        end = links[end]
+    return ends
 
 
 def _following(token_ids: Sequence[int], end: int, k: int) -> Sequence[int]:

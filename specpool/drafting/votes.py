@@ -6,7 +6,6 @@ acceptance probability, learned from the tokens that the target chose after simi
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 from specpool.drafting.acceptance import PRIOR_TOKENS, Acceptance, agreement_length
 from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
@@ -28,13 +27,8 @@ RECENT = 0.98
 _LENGTH_BINS = tuple(sum(bound <= length for bound in LENGTHS) - 1 for length in range(MAX_MATCH + 1))
 
 
-class Match(NamedTuple):
-    """An earlier occurrence of the last tokens."""
-
-    length: int
-    """Number of equal tokens before it, at most `MAX_MATCH`."""
-    following: Items[int]
-    """Tokens that followed it."""
+Match = tuple[int, Items[int]]
+"""An earlier occurrence of the last tokens: the number of equal tokens, at most `MAX_MATCH`, and what followed."""
 
 
 def match_length(token_ids: Items[int], end: int, last_ids: Items[int], length: int = 0) -> int:
@@ -55,35 +49,30 @@ class VoteRates:
         self._sequences: dict[int, Acceptance] = {}
         """By sequence: accepted tokens, and as `tried` those that the chances let expect."""
 
-    def vote(self, sequence: Sequence, matches: Items[Match], limit: int) -> Lookup:
-        """Draft at most `limit` tokens. `matches`: the best one first. Adaptive requests get only likely tokens."""
+    def vote(self, sequence: Sequence, matches: list[Match], limit: int) -> Lookup:
+        """Draft at most `limit` tokens. `matches`: the longest one first. Adaptive requests get only likely tokens."""
         min_length, min_chance = (1, MIN_CHANCE) if sequence.request.adaptive else (MIN_FIXED_LENGTH, 0.0)
-        if not matches or matches[0].length < min_length:  # the usual case, in every round of every sequence
+        if not matches or matches[0][0] < min_length:  # the usual case, in every round of every sequence
             return NO_LOOKUP
         odds, product, run = self._odds(sequence.sequence_id), 1.0, 0
-        shortest = min(len(match.following) for match in matches)
         token_ids, chances, bins = list[int](), list[float](), list[int]()
         for step in range(limit):
-            if step >= shortest:
-                matches = [match for match in matches if step < len(match.following)]
-                shortest = min((len(match.following) for match in matches), default=0)
+            token, share, matches = _winner(matches, step)
             if not matches:
                 break
-            token, share, matches = _winner(matches, step)
-            bin_ = _bin(matches[0].length + step, share, len(matches))
+            run = run or matches[0][0]
+            bin_ = _bin(matches[0][0] + step, share, len(matches))
             chance = self._chances[bin_]
             chance = chance * odds / (chance * odds + 1 - chance)
-            product *= chance
+            # A round after a pending one verifies nothing unless the pending tokens are accepted.
+            product = chance * (product if step > sequence.num_pending_tokens else 1.0)
             if product < min_chance:
                 break
-            run = run or matches[0].length
             token_ids.append(token)
             chances.append(chance)
             bins.append(bin_)
-        if not token_ids:
-            return NO_LOOKUP
         start = len(sequence.token_ids)
-        return Lookup(tuple(token_ids), tuple(chances), self._source, run, start, tuple(bins))
+        return Lookup(tuple(token_ids), tuple(chances), self._source, run, start, tuple(bins)) if bins else NO_LOOKUP
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
         """Learn from the tokens that a sequence gained since the lookup, whether it was verified or not."""
@@ -120,20 +109,24 @@ class VoteRates:
         return (sequence.accepted + PRIOR_TOKENS) / (sequence.tried + PRIOR_TOKENS)
 
 
-def _winner(matches: Items[Match], step: int) -> tuple[int, float, Items[Match]]:
+def _winner(matches: list[Match], step: int) -> tuple[int, float, list[Match]]:
     """The token with the most votes, its share of them, and the matches that it follows.
 
     A match has its length squared as its weight, which is close to the best weights that a fit to greedy answers found.
     """
+    if len(matches) == 1:
+        following = matches[0][1]
+        return (following[step], 1.0, matches) if step < len(following) else (0, 0.0, [])
     votes = dict[int, int]()
     for length, following in matches:
-        token = following[step]
-        votes[token] = votes.get(token, 0) + length * length
-    if len(votes) == 1:
-        return token, 1.0, matches
+        if step < len(following):
+            token = following[step]
+            votes[token] = votes.get(token, 0) + length * length
+    if not votes:
+        return 0, 0.0, []
     token = max(votes, key=votes.__getitem__)
     share = votes[token] / sum(votes.values())
-    return token, share, [match for match in matches if match.following[step] == token]
+    return token, share, [match for match in matches if step < len(match[1]) and match[1][step] == token]
 
 
 def _bin(length: int, share: float, count: int) -> int:

@@ -98,6 +98,8 @@ def explain(error: ValidationError) -> ApiError:
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return invalid(param, "required", "missing_required_parameter")
+    if problem["type"] == "model_type":
+        reason = "must be an object"
     code = "invalid_type" if problem["type"].endswith("_type") else "invalid_value"
     return invalid(param, reason[:1].lower() + reason[1:], code)
 

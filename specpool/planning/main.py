@@ -16,7 +16,7 @@ from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.plausibility import ImplausibleTimesError
 from specpool.planning.prediction import Acceptance, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure
-from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.planning.settings import OTHER_TOKENIZER, PROGRAM, PlanSettings
 from specpool.planning.tables import show
 from specpool.protocol.responses import InvalidResponseError, read_worker_info
 from specpool.protocol.worker_info import WorkerInfo
@@ -98,7 +98,7 @@ def check_models(settings: PlanSettings) -> None:
     for model in settings.draft or ([EMBEDDED_DRAFT] if settings.target is None else []):
         draft = target.model_copy(update={"model": model, "device": settings.draft_device})
         check_options(draft, {"model": "draft", "device": "draft_device"})
-        check_same_tokenizer(target, draft)
+        check_same_tokenizer(target, draft, OTHER_TOKENIZER)
 
 
 def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:

@@ -28,7 +28,7 @@ from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Model, replay_acceptance
 from specpool.planning.progress import Phases
 from specpool.planning.replaying import Recording
-from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.planning.settings import OTHER_TOKENIZER, PROGRAM, PlanSettings
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.worker_info import readable_name
 from specpool.rpc.config.settings import naming
@@ -128,7 +128,7 @@ def _measure_draft(
 ) -> tuple[Model, list[Recording]]:
     engine = _load(options, exact=False, phases=phases)
     if engine.loaded.tokenizer.fingerprint != target.tokenizer_fingerprint:
-        raise UnsupportedModelError(f"{options.model} uses a different tokenizer than {target.name}")
+        raise UnsupportedModelError(f"{options.model} uses a different tokenizer than {target.name}; {OTHER_TOKENIZER}")
     model = _measure(engine, rows, phases)
     return model, record_predictions(engine, answers, seconds, phases)
 

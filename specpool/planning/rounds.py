@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count, cycle
 
 from specpool.drafting.acceptance import agreement_length, likely_tokens
-from specpool.drafting.drafting import Drafting
+from specpool.drafting.drafting import MODEL_METHODS, Drafting
 from specpool.drafting.plans import NO_DRAFTS, DraftMethod, DraftPlan
 from specpool.drafting.sequences import DraftWorker
 from specpool.planning.prediction import MeasuredPair
@@ -116,7 +116,7 @@ class _Server:
     def _run_round(self, gained: _Gained) -> float:
         """Run a round and return its duration in seconds."""
         worker = None
-        if self._request.method is not DraftMethod.NGRAM:
+        if self._request.method in MODEL_METHODS:
             worker = DraftWorker(2**31, next(self._round_ids), is_own=self._is_own)
         plans = self._drafting.plan_round(self._sequences, worker)
         self._settle()  # the plan did not know the last round's result
@@ -128,9 +128,9 @@ class _Server:
         for commit in commits:
             gained.tokens += len(commit.token_ids)
             gained.model += commit.num_agreed * (commit.method is DraftMethod.MODEL)
-            gained.lookup += commit.num_agreed * (commit.method is DraftMethod.NGRAM)
+            gained.lookup += commit.num_agreed * (commit.method not in (DraftMethod.MODEL, None))
         verified = sum(commit.drafted for commit in commits)
-        used = DraftMethod.NGRAM if verified else None
+        used = next((commit.method for commit in commits if commit.drafted), None)
         if any(plan.num_draft_tokens for plan in plans.values()):
             used = DraftMethod.MODEL
         seconds = self._pair.round_seconds(len(commits), steps, verified)
@@ -186,7 +186,7 @@ class _Server:
             chances = map(self._drafting.chance, proposal.confidences)
             drafted = likely_tokens(proposal.draft_token_ids[: plan.num_draft_tokens], chances, plan.min_chance)
             drafted = drafted[: sequence.max_num_draft_tokens]
-        method = DraftMethod.MODEL if drafted else DraftMethod.NGRAM
+        method = DraftMethod.MODEL if drafted else plan.lookup.source.method
         drafted = drafted or sequence.remaining_lookup(plan)
         accepted = agreement_length(drafted, sequence.following(len(drafted)))
         kept = sequence.length + (accepted if method is DraftMethod.MODEL else 0)

@@ -12,6 +12,7 @@ from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settin
 from specpool.rpc.security.settings import ClientSecurity
 
 PROGRAM = "specpool plan"
+OTHER_TOKENIZER = "a draft worker would translate tokens, which plans do not predict; measure with specpool bench"
 
 
 class PlanSettings(Settings, ClientSecurity):

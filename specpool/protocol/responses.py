@@ -274,7 +274,9 @@ def read_translation(response: draft_worker_pb2.UseTokenizerResponse, instance_i
     _require(response.instance_id == instance_id, "the translation comes from another process than the description")
     _require(bool(response.translation_id) != bool(response.refusal), "neither a translation nor a refusal, or both")
     _require(len(response.translation_id) <= MAX_TRANSLATION_ID, "the id of the translation is too long")
-    _require(response.refusal or response.method in TRANSLATIONS, f"method is {response.method[:MAX_TRANSLATION_ID]!r}")
+    _require(
+        bool(response.refusal) or response.method in TRANSLATIONS, f"method is {response.method[:MAX_TRANSLATION_ID]!r}"
+    )
     _require(0 <= response.vocabulary_coverage <= 1, f"vocabulary_coverage is {response.vocabulary_coverage}")
     return TranslationInfo(
         response.translation_id, response.method, response.vocabulary_coverage, response.refusal[:MAX_ERROR_CHARACTERS]

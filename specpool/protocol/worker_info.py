@@ -12,6 +12,8 @@ TENSOR_PARALLEL_SUMS = ("whole", "parts")
 
 TRANSLATIONS = ("shared", "retokenized")
 """Ways in which the draft worker translates the target's tokens."""
+TRANSLATE = "run it in a draft worker, which translates tokens"
+"""What to do with a draft that has another tokenizer."""
 
 HUB_CACHE_PREFIX, HUB_CACHE_SEPARATOR = "models--", "--"
 
@@ -154,7 +156,7 @@ def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo, *, translates: bool = 
         differ = f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
         if features is not None:
             return f"{differ}, and reads its hidden states, which have no translation"
-        return None if translates else f"{differ}; run it in a draft worker, which translates tokens"
+        return None if translates else f"{differ}; {TRANSLATE}"
     if features is None:
         return None
     if not target.returns_features:

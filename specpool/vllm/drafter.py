@@ -11,7 +11,7 @@ from specpool.drafting.acceptance import agreement_length, known_tokens, likely_
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import SMALL_LAG
 from specpool.drafting.drafting import Drafting
-from specpool.drafting.outcome import DraftCall, draft_steps
+from specpool.drafting.outcome import DraftCall, draft_steps, lookup_parts
 from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
 from specpool.drafting.sequences import DraftWorker
 from specpool.drafting.sources import DraftSources
@@ -219,17 +219,11 @@ class Drafter:
         """Commit the tokens that the rows gained. Return the sequences without a row."""
         matched, without_row = match(self._sequences, batch, skipped > 0)
         continued = [(row, self._drafts[s.sequence_id]) for row, s in enumerate(matched) if s is not None]
-        if continued and self._all_decode and all(batch.sampled) and len(continued) == len(matched):
-            tokens = sum(1 + drafts.drafted for _, drafts in continued)
-            self._costs.verify.observe(tokens, step_seconds)
-            method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if tokens > len(matched) else None
-            seconds = step_seconds + draft_seconds * self._asked
-            is_trial = any(drafts.plan.is_trial for drafts in self._drafts.values())
-            ledger = self.drafting.lengths.ledger
-            ledger.observe(len(matched), sum(batch.sampled), seconds, method, is_trial, skipped)
         for row, drafts in continued:
             if batch.sampled[row]:
                 self._gain(drafts, batch, row)
+        if continued and self._all_decode and all(batch.sampled) and len(continued) == len(matched):
+            self._observe_step([drafts for _, drafts in continued], step_seconds, draft_seconds, skipped)
         gone = [sequence.sequence_id for sequence in without_row]
         for sequence in without_row:
             sequence.is_complete = True
@@ -237,6 +231,21 @@ class Drafter:
         self.drafting.forget(gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]
         return gone
+
+    def _observe_step(self, commits: list[Drafts], step_seconds: float, draft_seconds: float, skipped: int) -> None:
+        """Learn from the duration of a step in which all rows decoded."""
+        drafted = sum(drafts.drafted for drafts in commits)
+        self._costs.verify.observe(len(commits) + drafted, step_seconds)
+        method = DraftMethod.MODEL if self._asked else DraftMethod.NGRAM if drafted else None
+        self.drafting.lengths.ledger.observe(
+            len(commits),
+            sum(len(drafts.token_ids) for drafts in commits),
+            step_seconds + draft_seconds * self._asked,
+            method,
+            any(drafts.plan.is_trial for drafts in self._drafts.values()),
+            skipped,
+            {} if self._asked else lookup_parts(commits),
+        )
 
     def _gain(self, drafts: Drafts, batch: Batch, row: int) -> None:
         """Append the tokens that a row gained. The draft worker's cache remains valid as far as it agrees with them."""

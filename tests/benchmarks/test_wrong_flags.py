@@ -33,6 +33,10 @@ WRONG = {
         for flag in ("--concurrency=0", "--concurrency=1,257", "--concurrency=", "--tokens=0", "--repeats=0",
                      "--gguf=/nowhere", "--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null")
     ],
+    "lookup": [("", "the following arguments are required: --prompts"), *(
+        (f"--prompts=/dev/null {flag}", f"argument {flag.split('=')[0]}: ")
+        for flag in ("--k=0", "--row-costs=2", "--row-costs=a", "--tokens=0", "--tickets=0", f"--output={FILE}")
+    ), ("--prompts=/nowhere", "--prompts: "), (f"--prompts={FILE}", "--prompts: ")],
     "monitoring": [("--seconds=5", "--seconds"), (f"--output={FILE}", "--output")],
     "openai": [("--http=127.0.0.1:1", "--coordinator and --http must be given together"), *(
         (flag, flag.split("=")[0]) for flag in ("--streams=0", "--tokens=0", "--prompts=/nowhere", f"--output={FILE}")

@@ -2,18 +2,19 @@
 
 import json
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaForCausalLM
 
-from benchmarks.pair import save_tokenizer
+from benchmarks.pair import save_tokenizer, tiny_config
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.vocabulary import BYTE_TOKENS, Vocabulary
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.testing import EOS_TOKEN_ID, byte_tokenizer
 
 TEXTS = [SAMPLE, (Path(__file__).parents[2] / "docs" / "api.md").read_text()]
 METASPACE_DECODER = {
@@ -64,7 +65,9 @@ def sentence_piece(size: int, kind: str = "bpe") -> Tokenizer:
     description = json.loads(tokenizer.to_str())
     description["decoder"] = METASPACE_DECODER
     description["model"]["byte_fallback"] = True
-    if kind == "bpe":
+    if kind == "unigram":
+        description["model"]["vocab"][: len(first)] = [[token, -1000.0] for token in first]
+    else:
         description["pre_tokenizer"], description["normalizer"] = None, METASPACE_NORMALIZER
     description["added_tokens"] = [each for each in description["added_tokens"] if each["content"] not in BYTE_TOKENS]
     return Tokenizer.from_str(json.dumps(description))
@@ -81,23 +84,39 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def permute_vocabulary(source: Path, folder: Path) -> Path:
-    """Save a model with the byte tokenizer again, with other token ids. Return its folder."""
-    order = [*range(EOS_TOKEN_ID + 1)]
+    """Save a model again, with other token ids. Return its folder."""
+    shutil.copytree(source, folder)
+    configs = {name: json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")}
+    order = [*range(configs["config.json"]["vocab_size"])]
     random.Random(0).shuffle(order)
-    folder.mkdir()
+    for name, values in configs.items():
+        ends = {key: order[values[key]] for key in ("bos_token_id", "eos_token_id") if isinstance(values.get(key), int)}
+        (folder / name).write_text(json.dumps(values | ends))
     weights = load_file(source / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        permuted = torch.empty_like(weights[name])
-        permuted[order] = weights[name]
-        weights[name] = permuted
+        if name in weights:
+            permuted = torch.empty_like(weights[name])
+            permuted[order] = weights[name]
+            weights[name] = permuted
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for file in ("config.json", "generation_config.json"):
-        values = json.loads((source / file).read_text())
-        (folder / file).write_text(json.dumps(values | {"eos_token_id": order[EOS_TOKEN_ID]}))
-    description = json.loads(byte_tokenizer().to_str())
-    vocab = {token: order[token_id] for token, token_id in description["model"]["vocab"].items()}
-    description["model"]["vocab"] = vocab | {"<eos>": order[EOS_TOKEN_ID]}
+    description = json.loads((source / "tokenizer.json").read_text())
     for token in description["added_tokens"]:
         token["id"] = order[token["id"]]
-    save_tokenizer(folder, Tokenizer.from_str(json.dumps(description)))
+    vocab = {token: order[token_id] for token, token_id in description["model"]["vocab"].items()}
+    # Otherwise the library gives added tokens other ids.
+    description["model"]["vocab"] = vocab | {token["content"]: token["id"] for token in description["added_tokens"]}
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    return folder
+
+
+def save_tiny(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Save a random tiny model with this tokenizer. Return its folder."""
+    torch.manual_seed(tokenizer.get_vocab_size())
+    eos = tokenizer.token_to_id("<eos>")
+    model = LlamaForCausalLM(tiny_config(vocab_size=tokenizer.get_vocab_size(), eos_token_id=eos))
+    with torch.no_grad():
+        for weight in (weight for weight in model.parameters() if weight.dim() > 1):
+            weight.normal_(std=0.12)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, tokenizer)
     return folder

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -50,24 +51,37 @@ def test_planted_bug_is_found(bug: str) -> None:
         assert any(fails(draw(seed)) for seed in range(MAX_SEEDS))
 
 
-@pytest.mark.parametrize("method", ["prediction", "best"])
-def test_wrong_predictions_barely_delay_other_clients(method: str) -> None:
-    rng = random.Random(method)
-    wrong = tuple(rng.choices(range(EOS), k=LONG_PREDICTION))  # each token occurs in it, and something follows
+def _random_prediction(answer: Sequence[int]) -> tuple[int, ...]:
+    """Contains each token, so that something always follows the last one."""
+    return tuple(random.Random(0).choices(range(EOS), k=LONG_PREDICTION))
 
-    def seconds(prediction: tuple[int, ...]) -> float:
+
+def _half_right_prediction(answer: Sequence[int]) -> tuple[int, ...]:
+    """Earns trust, then every second token is wrong."""
+    return tuple(token if i < 8 or i % 2 else (token + 1) % EOS for i, token in enumerate(answer))
+
+
+@pytest.mark.parametrize("predict", [_random_prediction, _half_right_prediction])
+@pytest.mark.parametrize("method", ["prediction", "best"])
+def test_wrong_predictions_barely_delay_other_clients(
+    method: str, predict: Callable[[Sequence[int]], tuple[int, ...]]
+) -> None:
+    pair = ToyPair(0.7, 0.0)
+
+    def seconds(is_wrong: bool) -> float:
         """Total time of alice's requests while bob's run beside them."""
-        requests = [
-            Request(0.0, f"{client}-{number}", (*wrong[:40], number), 60, client, method=method, prediction=tokens)
-            for client, tokens in (("alice", ()), ("bob", prediction))
-            for number in range(4)
-        ]
+        requests = []
+        for number in range(8):
+            client, prompt = ("alice", "bob")[number % 2], tuple(range(number, 40 + number))
+            prediction = predict(pair.answer(prompt, 60, 0)) if is_wrong and client == "bob" else ()
+            requests.append(Request(0.0, f"request-{number}", prompt, 60, client, method=method, prediction=prediction))
         target = WorkerSetup("target", "10.0.0.1:1", 8, 160, 8 * 160, "cuda:0", 0.01, 0.001)
-        result = simulate(Scenario(1, ToyPair(0.7, 0.0), (target,), {"max_num_seqs": 8}, tuple(requests)))
+        result = simulate(Scenario(1, pair, (target,), {"max_num_seqs": 8}, tuple(requests)))
         assert not result.violations
         return result.seconds["alice"]
 
-    assert seconds(wrong) < 1.05 * seconds(())
+    # A cold server first has to learn that these predictions are wrong.
+    assert seconds(is_wrong=True) < 1.1 * seconds(is_wrong=False)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two real draft workers behind one coordinator: moves and shared prefixes change no token."""
+"""Two real draft workers, with the same draft or another: moves and shared prefixes change no token."""
 
 import asyncio
 import random
@@ -24,14 +24,16 @@ def requests(k: int) -> list[pb.GenerateRequest]:
 
 
 @pytest.mark.slow
-async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("is_canary", [False, True], ids=["same", "another"])
+async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path], is_canary: bool) -> None:
+    second, slots = (tiny_pair[0], SLOTS) if is_canary else (tiny_pair[1], 2)
     worker = {"max_sequences": SLOTS}
     async with (
         serving_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS) as pair,
-        serving_draft(tiny_pair[1], threads=1, port=0, max_sequences=2) as (address, other),
+        serving_draft(second, threads=1, port=0, max_sequences=slots) as (address, other),
     ):
         plain = [list((await pair.client.stub.Generate(request)).token_ids) for request in requests(0)]
-        both = f"{pair.draft_link.address},{address}"
+        both = f"current={pair.draft_link.address},{'new' if is_canary else 'current'}={address}"
         target = pair.process.coordinator.target.address
         async with serving_coordinator(target, both, max_num_seqs=SLOTS, prefill_tokens=32) as (client, process):
             assert process.coordinator.lanes.first.draft is not None
@@ -49,6 +51,8 @@ async def test_tokens_equal_plain_decoding(tiny_pair: tuple[Path, Path]) -> None
             assert drafted > 0
             info = await client.server_info()
             assert [worker.state for worker in info.draft_workers] == ["ready", "ready"]
+            assert [draft.name for draft in info.drafts] == ["current", "new"][: 1 + is_canary]
+            assert all(draft.draft_tokens for draft in info.drafts)
             await pair.wait_idle()
             while await other.run(lambda backend: backend.info().slots_in_use):  # noqa: ASYNC110 - polls a worker
                 await asyncio.sleep(0.01)

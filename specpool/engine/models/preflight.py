@@ -18,7 +18,7 @@ from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
 from specpool.engine.models.model_files import MAX_CONFIG_BYTES, find_file, read_config_file, read_json
 from specpool.engine.models.vision_language import text_part
-from specpool.protocol.worker_info import WorkerInfo, why_not_a_pair
+from specpool.protocol.worker_info import TRANSLATE, WorkerInfo, why_not_a_pair
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -64,13 +64,22 @@ def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES
         check_pair(options, draft)
 
 
-def check_pair(target: EngineOptions, draft: EngineOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
+def check_pair(
+    target: EngineOptions,
+    draft: EngineOptions,
+    names: Mapping[str, str] = OPTION_NAMES,
+    *,
+    translates: bool = False,
+) -> None:
     """Raise InvalidOptionError if both models are local and the draft does not fit the target.
 
-    `names`: as in `check_options`.
+    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft, so that tokenizers may differ.
     """
-    check_same_tokenizer(target, draft, names)
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
+    if not translates:
+        check_same_tokenizer(target, draft, TRANSLATE, names)
+    elif features is not None:
+        check_same_tokenizer(target, draft, "hidden states have no translation", names)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
         return  # loading says what is wrong
     reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))
@@ -87,8 +96,10 @@ def check_pair(target: EngineOptions, draft: EngineOptions, names: Mapping[str, 
         raise InvalidOptionError("draft", reason, names)
 
 
-def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
-    """Raise InvalidOptionError if both models are local and their vocabularies differ."""
+def check_same_tokenizer(
+    target: EngineOptions, draft: EngineOptions, remedy: str, names: Mapping[str, str] = OPTION_NAMES
+) -> None:
+    """Raise InvalidOptionError with a remedy if both models are local and their vocabularies differ."""
     files = [_tokenizer_file(options) for options in (target, draft)]
     contents = [file.read_bytes() for file in files if file is not None]
     if len(contents) < len(files) or contents[0] == contents[1]:
@@ -98,7 +109,8 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, names: Map
     except (ValueError, LookupError, TypeError, RecursionError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
-        raise InvalidOptionError("draft", f"{draft.model} uses a different tokenizer than {target.model}", names)
+        reason = f"{draft.model} uses a different tokenizer than {target.model}; {remedy}"
+        raise InvalidOptionError("draft", reason, names)
 
 
 @contextmanager

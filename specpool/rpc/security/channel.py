@@ -85,8 +85,8 @@ def check_addresses(addresses: str, port: int) -> str:
 def check_named_addresses(addresses: str, port: int) -> str:
     """Like `check_addresses`, with entries that may begin with a name: NAME=ADDRESS."""
     entries = split_named(addresses)
-    for name, _ in entries:
-        if name and not _NAME.fullmatch(name):
+    for name, address in entries:
+        if address.startswith("=") or (name and not _NAME.fullmatch(name)):
             raise ValueError(f"{name!r} is no name: use up to 32 letters, digits, '.', '_' and '-'")
     check_addresses(",".join(address for _, address in entries), port)
     return ",".join(f"{name}={address}" if name else address for name, address in entries)
@@ -94,8 +94,12 @@ def check_named_addresses(addresses: str, port: int) -> str:
 
 def split_named(addresses: str) -> list[tuple[str, str]]:
     """Return the name, or "", and the address of each entry of a comma-separated list."""
-    entries = (entry.rpartition("=") for entry in split_addresses(addresses))
-    return [(name.strip(), address.strip()) for name, _, address in entries]
+    found: list[tuple[str, str]] = []
+    for entry in split_addresses(addresses):
+        name, _, address = entry.partition("=")
+        is_named = bool(name and address) and not {":", "/"} & {*name}  # a socket's path may contain "="
+        found.append((name.strip(), address.strip()) if is_named else ("", entry))
+    return found
 
 
 def is_followed(address: str) -> bool:

@@ -1,6 +1,7 @@
 """Requests with a predicted answer: what reaches the sequences, and the limits of the queue."""
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -68,6 +69,16 @@ async def test_predictions_survive_a_lost_target_and_preemption() -> None:
         usages = [response.usage for response in await asyncio.gather(*calls)]
         assert all(usage.accepted_prediction_tokens > 100 for usage in usages)
         await served.until_idle()
+
+
+async def test_logs_have_no_predictions(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serving() as served:
+        await served.expect(predicting("secret"))
+        error = await refusal(served.stub.Generate(predicting("secret", method=pb.DRAFT_METHOD_NGRAM)))
+        assert "secret" not in str(error.details())
+    assert caplog.records
+    assert "secret" not in caplog.text
 
 
 async def test_predictions_count_towards_the_tokens_of_the_queue() -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from replicas import replicas
 from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving
 
 from specpool.v1 import generation_pb2 as pb
@@ -61,6 +62,21 @@ async def test_shares(overlap: str) -> None:
         assert sum(draft.accepted_draft_tokens for draft in drafts.values()) == counters.accepted_draft_tokens
         assert sum(draft.completion_tokens for draft in drafts.values()) == counters.completion_tokens
         assert drafts["current"].running == 0
+
+
+async def test_shares_hold_for_each_target() -> None:
+    first, second = (RecordingTarget(pass_seconds=passes) for _ in range(2))
+    current, new = (RecordingDraft(first, acceptance=0.8, weights=weights) for weights in ("one", "two"))
+    drafts: dict[str, Any] = {"draft": current, "others": [new], "labels": ("current", "new")}
+    async with replicas(second, first=first, draft_share="new=0.25", **drafts) as served:
+        await generate(served, 32)
+        for lane in served.process.coordinator.lanes:
+            assert lane.draft is not None
+            one, two = lane.draft.roster.known_models
+            assert one.rounds > two.rounds > 0
+        states = await drafts_of(served)
+        assert [(draft.name, draft.share) for draft in states.values()] == [("current", 0.75), ("new", 0.25)]
+        assert sum(draft.completion_tokens for draft in states.values()) == 32 * 48
 
 
 async def test_withdrawn() -> None:

@@ -213,6 +213,7 @@ class Sequence:
     def __init__(self, sequence_id: int, tokens: list[int], predicted: int) -> None:
         self.sequence_id, self.tokens, self.length, self.predicted = sequence_id, tokens, 40, predicted
         self.cached = self.backoff_until = 0
+        self.model: DraftModel | None = None
 
     def item(self) -> ProposeItem:
         base = min(self.cached, self.length - 1)
@@ -231,7 +232,8 @@ class Sequence:
 @given(st.integers(0), st.integers(2, 4), st.integers(1, 5))
 def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -> None:
     """Sequences are on one worker each, move only when they must, and every worker has the text that it continues."""
-    chance, links = random.Random(seed), [FakeLink(str(i), slots) for i in range(workers)]
+    chance = random.Random(seed)
+    links = [FakeLink(str(i), slots, weights=chance.choice("ab")) for i in range(workers)]
     group = group_of(*links)
     sequences: list[Sequence] = []
     placed: dict[int, FakeLink | None] = {}
@@ -257,11 +259,21 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
         asked = [each for each in sequences if chance.random() < 0.8 and round_id >= each.backoff_until]
         if not asked or not group.is_ready:
             continue
+        for each in asked:
+            if each.model not in (ready := group.roster.models):
+                each.model = chance.choice(ready)
         for link in links:
             link.seen, link.refused = [], set()
         may_move |= {each for each, link in placed.items() if link is not None and not link.is_ready}
+        may_move |= {
+            each.sequence_id for each in asked if (on := placed[each.sequence_id]) and on.model is not each.model
+        }
         try:
-            proposals, _ = asyncio.run(propose(group, round_id, [each.item() for each in asked]))
+            proposals, _ = asyncio.run(
+                propose(
+                    group, round_id, [each.item() for each in asked], {each.sequence_id: each.model for each in asked}
+                )
+            )
         except WorkerUnreachableError:
             proposals = []
         answered = [proposal.sequence_id for proposal in proposals]
@@ -274,6 +286,7 @@ def test_no_worker_continues_another_text(seed: int, workers: int, slots: int) -
         served = [(each.sequence_id, link) for link in links for each in link.seen]
         assert len(dict(served)) == len(served), "a sequence is on one worker"
         for sequence_id, link in served:
+            assert link.model is by_id[sequence_id].model
             assert placed[sequence_id] in (None, link) or sequence_id in may_move
             placed[sequence_id] = link
             may_move.discard(sequence_id)

@@ -1,6 +1,7 @@
 """A coordinator with several draft workers: they share the sequences, and fail one by one."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -169,6 +170,8 @@ async def test_records_of_a_name_are_followed() -> None:
 
     async def resolve(host: str, port: int) -> list[str]:
         assert host == "drafts.svc"
+        if not records:
+            raise socket.gaierror(socket.EAI_NONAME, "no records")
         return records
 
     names = [f"dns:///drafts.svc:{port}"]
@@ -191,5 +194,8 @@ async def test_records_of_a_name_are_followed() -> None:
             await served.until(lambda info: [each.address for each in info.draft_workers] == [f"127.0.0.2:{port}"])
             assert len(seen(one)) == 4
             await generate(served, requests(4))
+            records.clear()  # the draft is withdrawn
+            await served.until(lambda info: not info.draft_workers)
+            await generate(served, requests(2))
         for draft in drafts.values():
             await draft.stop()

@@ -209,7 +209,7 @@ async def test_predictions_come_from_files_and_lines(specpool: Specpool, served:
             "speculative.prediction: requires the method best or prediction, not ngram",
         ),
         (b"x" * 5000, [], 1, "{}: INVALID_ARGUMENT: speculative.prediction.text: has 5000 tokens, more than 4095"),
-        (b"x" * 2**20, [], 1, "message larger than max"),
+        (b"x" * 2**20, [], 1, "bytes, more than the server's --max-request-bytes, 1048576"),
     ],
 )
 async def test_unusable_predictions_are_refused(
@@ -340,6 +340,7 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
         (["generate", "--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
         (["generate", "--chat", "--prompts", "-"], "", "--chat is for a prompt"),
+        (["generate", "--draft-method", "prediction"], "x", "--draft-method prediction needs --prediction"),
         (["generate"], b"caf\xe9", "standard input: is not UTF-8\n"),
         (["generate", "--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "specpool generate: -: is not UTF-8\n"),
         (["generate", "caf\udce9"], "", "is not UTF-8"),

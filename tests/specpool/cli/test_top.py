@@ -186,6 +186,30 @@ def test_a_terminal_of_80_by_24_shows_all_panels_with_the_workers_first() -> Non
     assert max(map(len, lines)) <= 80
 
 
+def test_several_drafts_are_compared() -> None:
+    def state(rounds: int) -> list[pb.DraftModelState]:
+        counts = {"rounds": rounds, "completion_tokens": 3 * rounds, "draft_tokens": 4 * rounds}
+        current = pb.DraftModelState(name="current", share=0.9, accepted_draft_tokens=2 * rounds, **counts)
+        new = pb.DraftModelState(name="new", weights_fingerprint="b", share=0.1, expected_tokens_per_s=150)
+        return [current, new]
+
+    before, info = pb.GetServerInfoResponse(drafts=state(10)), server()
+    assert not view_of("a:1", info, None, None).drafts
+    info.drafts.extend(state(30))
+    info.speculation.plain_tokens_per_s = 100
+    current, new = view_of("a:1", info, None, before).drafts
+    assert (current.acceptance_rate, current.tokens_per_round) == (0.5, 3)
+    assert (new.acceptance_rate, new.tokens_per_round, new.gain) == (None, None, 1.5)
+    del info.draft_workers[:]
+    workers = [pb.WorkerState(address="d:1", state="ready"), pb.WorkerState(address="d:2", state="ready")]
+    info.draft_workers.extend(workers)
+    lines = screen(info, 80, 24)
+    text = "\n".join(lines)
+    assert "new: 10% of new samples, - accepted, - tokens per round, 1.50x" in text
+    assert "time  verify: 75%" in text
+    assert len(lines) == 24
+
+
 def test_a_large_terminal_shows_the_details_of_workers() -> None:
     assert "a/model" in "\n".join(screen(server(), 80, 50))
     assert "a/model" not in "\n".join(screen(server(), 80, 24))

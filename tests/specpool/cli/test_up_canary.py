@@ -1,14 +1,20 @@
 """A canary of the draft in `specpool up`: one more draft worker, with another model."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import PATIENCE_SECONDS
+from up_process import Pair, address_of, started, up_command
 
 from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service
 from specpool.cli.up import services_of
 from specpool.cli.up_settings import UpSettings
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
 
 
 def services(**settings: Any) -> dict[str, Service]:
@@ -59,3 +65,31 @@ def test_a_wrong_canary_is_refused_by_its_flag(tiny_pair: tuple[Path, Path], tmp
     settings = UpSettings(target=target, draft=draft, draft_canary=str(tmp_path), target_device="cpu")
     with pytest.raises(ProcessFailedError, match=r"^draft-canary: "):
         check_services(services_of(settings, target, draft))
+
+
+@pytest.mark.slow
+async def test_a_better_canary_takes_over_and_changes_no_token(tiny_pair: Pair) -> None:
+    """The canary is the target itself, which accepts all of its drafts."""
+    flags = ["--draft-canary", str(tiny_pair[0]), "--num-speculative-tokens", "3", "--draft-method", "model"]
+    async with (
+        started(*up_command(tiny_pair, *flags, "--draft-share", "canary=1")) as process,
+        AsyncClient(await address_of(process)) as client,
+    ):
+        await connected(client)
+        plain = await client.generate("abc", max_tokens=30, ignore_eos=True, num_speculative_tokens=0)
+        drafted = await client.generate("abc", max_tokens=30, ignore_eos=True)
+        current, canary = await connected(client)
+    assert drafted.token_ids == plain.token_ids
+    assert (current.name, current.share, current.draft_tokens) == ("current", 0, 0)
+    assert (canary.name, canary.share) == ("canary", 1)
+    assert canary.draft_tokens == canary.accepted_draft_tokens > 0
+
+
+async def connected(client: AsyncClient) -> Sequence[pb.DraftModelState]:
+    """Return the state of both drafts once the coordinator has connected to their workers."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            drafts = (await client.server_info()).drafts
+            if [draft.ready_workers for draft in drafts] == [1, 1]:
+                return sorted(drafts, key=lambda draft: draft.name, reverse=True)
+            await asyncio.sleep(0.1)

@@ -98,6 +98,13 @@ async def test_every_status_code_has_an_exception(make_client: Any, code: grpc.S
             assert isinstance(error.__cause__, grpc.RpcError)
 
 
+@CLIENTS
+async def test_a_request_above_the_servers_limit_is_explained(make_client: Any) -> None:
+    async with serving(max_request_bytes=1024) as served, make_client(served.address) as client:
+        with pytest.raises(errors.ResourceExhaustedError, match=r"the request has \d+ bytes, more than .*, 1024$"):
+            await client.generate("a", prediction="x" * 1024)
+
+
 def test_the_drawn_tree_is_the_tree_of_classes() -> None:
     drawn, path = {}, ["Exception"]
     for indent, name in re.findall(r"^((?:│   |    |├── |└── )*)(\w+Error)\b", errors.__doc__ or "", re.MULTILINE):

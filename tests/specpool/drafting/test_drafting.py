@@ -9,9 +9,10 @@ from measured_rounds import confirm_costs
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.drafting.acceptance import Calibration
+from specpool.drafting.acceptance import FIRST_RATE, Calibration
 from specpool.drafting.costs import StepTimes, Timed
 from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
+from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import DraftCall, RoundOutcome, draft_steps
 from specpool.drafting.plans import NO_LOOKUP, DraftMethod, DraftPlan, Lookup
@@ -320,6 +321,31 @@ def test_draft_tokens_after_the_end_count_as_agreed(accepted: int) -> None:
         drafting.observe(commit)
     assert cut.lengths.acceptance.overall_rate == whole.lengths.acceptance.overall_rate
     assert cut.calibration.chances == whole.calibration.chances
+
+
+def test_drafts_learn_apart() -> None:
+    """Acceptance and calibration belong to a draft model. A sequence that moves starts with the other's rate."""
+    current, new = DraftModel(("", "a"), max_model_len=1000), DraftModel(("", "b"), max_model_len=2)
+    drafting, sequence = make_drafting(), make_sequence(number=7)
+    drafting.assign([sequence], [current])
+    for _ in range(100):
+        proposal = proposal_of(sequence, (4, 5), (0.95, 0.95))
+        drafting.observe(Commit(sequence, (9,), str, (), 2, 0, DraftMethod.MODEL, proposal))
+    rates = drafting.lengths.acceptance
+    assert rates.rate(7) < 0.1
+    others = [make_sequence(number=number) for number in (8, 9)]
+    drafting.assign(others[:1], [new])
+    drafting.assign(others[1:], [current])
+    assert rates.rate(8) == FIRST_RATE, "nothing is inherited from the other draft"
+    assert rates.rate(9) < 0.1
+    assert current.calibration.chance(0.95) < 0.2 < new.calibration.chance(0.95)
+    assert sequence.draft.model is current
+    drafting.assign([sequence], [new])
+    assert (sequence.draft.model, rates.rate(7)) == (new, FIRST_RATE)
+    assert current.evidence.rate.mean < 0.3 < new.evidence.rate.mean
+    assert not plan_of(drafting, sequence, replace(WORKER, max_model_len=0)).num_draft_tokens, "it is too long for it"
+    drafting.forget([7, 8, 9])
+    assert not rates._drafts
 
 
 # --- Tokens that a grammar forces

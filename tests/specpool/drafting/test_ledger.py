@@ -12,7 +12,7 @@ from benchmarks.simulate.machine import Conditions, Machine
 from benchmarks.simulate.runs import MAX_DRAFT_TOKENS, Adaptive, Fixed, drawn, seconds_of_run, steady
 from specpool.drafting.costs import RoundCosts, StepTimes
 from specpool.drafting.draft_lengths import DraftLengths
-from specpool.drafting.ledger import FREE_TRIALS, SHARE, Ledger
+from specpool.drafting.ledger import FREE_TRIALS, SHARE, Ledger, Part
 from specpool.drafting.plain_times import MIN_PLAIN, PlainTimes
 from specpool.drafting.plans import DraftMethod
 
@@ -258,3 +258,28 @@ def test_a_run_is_never_much_slower_than_plain_decoding(
     seconds = seconds_of_run(Machine(true, conditions), batch, answers, adaptive)
     plain = seconds_of_run(Machine(true, conditions), batch, answers, Fixed(0))
     assert seconds <= plain / 0.98 + 8 * true.seconds(batch, [])
+
+
+# --- Rounds of several methods
+
+
+def test_methods_that_share_rounds_are_judged_apart() -> None:
+    """Both draft 4 tokens for one of 2 sequences, which makes a round 40% longer. Only those of one are right."""
+    ledger = Ledger(costs())
+    for _ in range(MIN_PLAIN):
+        ledger.observe(2, 2, PLAIN, None)
+    for _ in range(20):
+        parts = {NGRAM: Part(0.5, 4.0), DraftMethod.PREDICTION: Part(0.5, 0.0)}
+        ledger.observe(2, 6, 1.4 * PLAIN, NGRAM, parts=parts)
+    assert ledger.may_draft(NGRAM, 2)
+    assert not ledger.may_draft(DraftMethod.PREDICTION, 2)
+
+
+def test_the_recent_speed_follows_the_last_rounds() -> None:
+    ledger = Ledger(costs())
+    assert ledger.speed(2) is None
+    for tokens in (2, 6):
+        for _ in range(100):
+            ledger.observe(2, tokens, PLAIN, None if tokens == 2 else NGRAM)
+        assert ledger.speed(3) == pytest.approx(tokens / PLAIN, rel=0.01)
+    assert ledger.speed(4) is None, "another class of batch sizes"

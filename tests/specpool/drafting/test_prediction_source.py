@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def replaced(text: tuple[int, ...], start: int, end: int, *by: int) -> tuple[int
 
 def test_an_answer_is_predicted_from_its_first_token_on() -> None:
     lookup = PredictionSource().propose(make_sequence(TEXT), 32)
-    assert (lookup.token_ids, lookup.source, lookup.run, lookup.start) == (TEXT[:32], LookupSource.PREDICTION, 0, 3)
+    assert (lookup.token_ids, lookup.source, lookup.run, lookup.start) == (TEXT[:4], LookupSource.PREDICTION, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,15 @@ def test_proposals_resume_after_random_edits(edits: list[tuple[int, int, list[in
         answer = replaced(answer, start, start + length, *by)
     found = right_tokens(PredictionSource(), make_sequence(TEXT), answer)
     assert sum(not right for right in found) <= sum(7 + len(by) for _, _, by in edits)
+
+
+def test_drafts_grow_during_a_run_and_shrink_after_a_difference() -> None:
+    source, sequence, lengths = PredictionSource(), make_sequence(TEXT), []
+    for token in (*TEXT[:20], 7):
+        lengths.append(len(source.propose(sequence, 32).token_ids))
+        gain(sequence, token)
+    assert lengths == [4, 4, 4, *range(6, 32, 2), *[32] * 5]
+    assert len(source.propose(sequence, 32).token_ids) == 4
 
 
 def test_chances_rise_during_a_run_and_fall_after_a_difference() -> None:
@@ -164,3 +174,25 @@ def test_a_token_takes_little_time(wrong: bool) -> None:
         source.observe(sequence, Lookup())
     seconds = (time.process_time() - began) / len(answer)
     assert seconds < 100e-6
+
+
+def test_indexes_have_bounded_memory_which_samples_share() -> None:
+    """A request may have 64 samples and a prediction of 100,000 tokens."""
+
+    def used(*predictions: tuple[int, ...]) -> tuple[int, int]:
+        """Memory of the indexes, while the sequences run and after their end."""
+        source, sequences = PredictionSource(), [make_sequence(each, i) for i, each in enumerate(predictions)]
+        tracemalloc.start()
+        for sequence in 30 * sequences:
+            source.propose(sequence, 8)
+        running, _ = tracemalloc.get_traced_memory()
+        source.forget(range(len(predictions)))
+        ended, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return running, ended
+
+    prediction = tuple(range(20_000))
+    running, ended = used(*[prediction] * 16)
+    assert running < used(*((*prediction, i) for i in range(16)))[0] / 8
+    assert ended < running / 8
+    assert used(10 * prediction)[0] < 2 * running  # places after the first ones are not indexed

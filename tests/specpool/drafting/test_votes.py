@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.acceptance import likely_tokens
 from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
-from specpool.drafting.votes import LENGTHS, MAX_MATCH, MIN_CHANCE, Match, VoteRates
+from specpool.drafting.votes import LENGTHS, MAX_MATCH, MIN_CHANCE, VoteRates
 
 
 def make_sequence(number: int = 1, adaptive: bool = True) -> Sequence:
@@ -15,8 +15,8 @@ def make_sequence(number: int = 1, adaptive: bool = True) -> Sequence:
 
 
 def vote(rates: VoteRates, *found: tuple[int, tuple[int, ...]], sequence: Sequence | None = None) -> Lookup:
-    matches = sorted((Match(*match) for match in found), key=lambda match: -match.length)
-    return rates.vote(sequence or make_sequence(), matches, 32)
+    matches = sorted(found, key=lambda match: -match[0])
+    return rates.vote(sequence or make_sequence(), [*matches], 32)
 
 
 def learn(rates: VoteRates, is_right: bool, found: tuple[int, tuple[int, ...]], times: int, number: int = 1) -> None:

@@ -293,7 +293,6 @@ async def prediction(service: OpenAIService, target: ScriptedTarget) -> None:
     await service.client.completions.create(model=MODEL, prompt="Hi", extra_body=predicted)
     part, nothing = {"type": "text"}, "missing_required_parameter"
     for wrong, param, code in (
-        ("x", "prediction", "invalid_type"),
         ({"type": "text", "content": "x"}, "prediction.type", "invalid_value"),
         ({"type": "content", "content": "x", "mode": 1}, "prediction.mode", "unknown_parameter"),
         ({"type": "content"}, "prediction.content", nothing),
@@ -305,6 +304,8 @@ async def prediction(service: OpenAIService, target: ScriptedTarget) -> None:
         ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0]", "invalid_value"),
     ):
         await refusal(chat(service, prediction=wrong), param, code)
+    message = await refusal(chat(service, prediction="x"), "prediction", "invalid_type")
+    assert message == "prediction: must be an object"
 
 
 @row

@@ -17,7 +17,7 @@ from specpool.planning.report import as_json
 from specpool.planning.rounds import SourceSpeed, simulate
 from specpool.planning.tables import recommendation
 
-LENGTH, PERIOD, VOCAB = 80, 8, 50_000
+LENGTH, PERIOD, VOCAB = 200, 8, 50_000
 BATCHES = [1, 8]
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from pydantic import ValidationError
 
-from coordinator.config.settings import CoordinatorSettings
 from specpool.rpc.discovery import Discovery, Endpoint
 from specpool.rpc.security.channel import SecurityOptions
 
@@ -103,11 +101,15 @@ def test_certificates_have_the_dns_name() -> None:
     assert Endpoint("drafts.svc:7").secured(secure) == secure
 
 
-def test_draft_addresses_are_checked() -> None:
-    assert CoordinatorSettings().draft_entries == []
-    settings = CoordinatorSettings(draft_address="a:1, new=dns:///b:2,")
-    assert settings.draft_entries == [("", "a:1"), ("new", "dns:///b:2")]
-    refusals = {"a:1,b:2,a:1": "a:1 is listed twice", "a:1,b": "b has no port", " ,": "no address is given"}
-    for addresses, error in refusals.items():
-        with pytest.raises(ValidationError, match=error):
-            CoordinatorSettings(draft_address=addresses)
+async def test_entries_have_labels() -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["10.0.0.1"]
+
+    labels = {"a:1": "current", "dns:///b:2": "new"}
+    discovery = Discovery(["a:1", "dns:///b:2", "c:3"], resolve, labels=labels)
+    assert [endpoint.label for endpoint in discovery.fixed] == ["current", ""]
+    endpoints = discovery.endpoints()
+    await anext(endpoints)
+    assert {each.address: each.label for each in await anext(endpoints)} == {
+        "a:1": "current", "c:3": "", "10.0.0.1:2": "new"
+    }  # fmt: skip

@@ -1,10 +1,12 @@
 """`RemoteDraft` in vLLM on the CPU gives the answers of plain vLLM. Only `make test-vllm` runs these tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from other_tokenizers import permute_vocabulary
 
 from benchmarks.prompts import load_prompts, token_ids
 from benchmarks.vllm_process import DraftProcess, VllmEngine, draft_process
@@ -54,6 +56,16 @@ def equal(answers: list[list[int]], truth: list[list[int]]) -> list[bool]:
 
 def test_answers_equal_plain_vllm(engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]) -> None:
     done = engine.run(prompts, TOKENS)
+    assert all(equal(done["outputs"], plain))
+    assert done["accepted"] > 0
+
+
+def test_a_draft_with_another_tokenizer(prompts: list[list[int]], plain: list[list[int]], tmp_path: Path) -> None:
+    with (
+        draft_process(permute_vocabulary(float32_copy(), tmp_path / "draft")) as other,
+        VllmEngine(float32_copy(), "remote", other.address, **EAGER) as engine,
+    ):
+        done = engine.wait_ready().run(prompts, TOKENS)
     assert all(equal(done["outputs"], plain))
     assert done["accepted"] > 0
 

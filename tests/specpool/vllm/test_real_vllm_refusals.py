@@ -1,11 +1,14 @@
 """Errors of `vllm serve` without usable drafts. Only `make test-vllm` runs this test."""
 
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tiny_tokenizers import METASPACE
 from vllm_server import START_SECONDS, VllmServer
 
+from benchmarks.pair import save_tokenizer
 from benchmarks.vllm_process import draft_process
 from specpool.engine.models.embedded_pair import float32_copy
 
@@ -17,7 +20,9 @@ NOWHERE = "127.0.0.1:1"
 def test_vllm_exits_with_the_reason_in_one_line(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    target, other_draft = float32_copy(), tiny_pair[1]
+    target, other_draft = float32_copy(), tmp_path_factory.mktemp("draft") / "words"
+    shutil.copytree(tiny_pair[1], other_draft)
+    save_tokenizer(other_draft, METASPACE)  # has words, but no letters
     with ExitStack() as stack:
         other = stack.enter_context(draft_process(other_draft, 1)).address
         cases = [
@@ -31,7 +36,7 @@ def test_vllm_exits_with_the_reason_in_one_line(
                 other,
                 {},
                 f"cannot use the draft worker at {other}: the draft {other_draft} uses a different tokenizer than the "
-                f"target {target}",
+                f"target {target}, which it cannot translate: a perfect draft would propose only ",
             ),
         ]
         servers = [

@@ -202,6 +202,9 @@ def random_case(rng: random.Random, number: int) -> Case:
         sampling_params=params,
         speculative=pb.SpeculativeParams(num_speculative_tokens=rng.choice([None, None, *range(9)])),
     )
+    if rng.random() < 0.2:
+        prediction = [*prompt, *(rng.randrange(EOS_TOKEN_ID) for _ in range(20))]
+        request.speculative.prediction.tokenized.input_ids.extend(prediction)
     fate, is_stream = rng.random(), rng.random() < 0.5
     if fate < CANCELLED:
         return Case(request, is_stream, cancelled_after=rng.uniform(0, MAX_CANCEL_SECONDS))

@@ -40,6 +40,8 @@ class ToyEngine:
     vocab_size, max_num_batched_tokens = VOCAB_SIZE, 256
     realign_ns = 0
     has_states, facts, draft_loop = False, SimpleNamespace(layers=0, hidden_size=0), None
+    weights = "toy"
+    """Fingerprint of the weights."""
     loaded, own_states = SimpleNamespace(features=None), None
     """Neither a feature draft nor a target for one."""
 
@@ -127,7 +129,7 @@ class ToyEngine:
             step_cached=0,
             seconds_per_cached=0.0,
             max_rows=self.max_num_batched_tokens,
-            weights_fingerprint="toy",
+            weights_fingerprint=self.weights,
             numerics_fingerprint="toy",
         )
 

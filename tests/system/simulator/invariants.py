@@ -8,6 +8,7 @@ from unittest import mock
 
 from coordinator.scheduling.records import FAILURES_TO_FAIL
 from coordinator.serving.auditor import DIFFERENT
+from simulator.setup import WITHDRAWN
 from specpool.protocol.errors import StalledStreamError, WorkerFailedError
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def check_ends(simulation: "Simulation", faults: "Faults") -> None:
             simulation.fail(f"{name} never ended; it has {sum(map(len, outcome.delivered))} tokens")
         elif outcome.error is not None and not _is_justified(outcome, faults):
             simulation.fail(f"{name} ended with {outcome.error!r}")
+    if simulation.scenario.settings.get("draft_share") == WITHDRAWN:
+        for worker in simulation.workers:
+            if worker.setup.name == "new" and any(engine.passes for engine in worker.engines):
+                simulation.fail("a withdrawn draft has drafted")
     if different := simulation.coordinator.auditor.results[DIFFERENT]:
         simulation.fail(f"{different} audits found other tokens")
 

@@ -1,6 +1,6 @@
 """Bugs to plant in the real code. The simulator must find each of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -9,6 +9,8 @@ from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.commits import Commit
 from coordinator.workers.link import WorkerLink
 from coordinator.workers.releases import Releases
+from specpool.drafting import draft_shares
+from specpool.drafting.draft_models import DraftModel
 from specpool.engine.cache.pages import PagePool
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.protocol import responses
@@ -56,6 +58,10 @@ def _free_shared_pages(self: PagePool, pages: Sequence[int]) -> None:
     drop(self, pages)
 
 
+def _share_equally(models: Sequence[DraftModel], fixed: Mapping[str, float]) -> dict[DraftModel, float]:
+    return {model: 1 / len(models) for model in models}
+
+
 def _accept_any_instance(self: WorkerLink, response: Any) -> None:
     pass
 
@@ -67,6 +73,7 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "an outcome promoted for the wrong branch": lambda: mock.patch.object(Verifier, "_continue", _promote_first_branch),
     "a page freed while shared": lambda: mock.patch.object(PagePool, "drop", _free_shared_pages),
     "a carried draft that keeps its slots": lambda: mock.patch.object(Verifier, "release", SequenceEngine.release),
+    "a share for a withdrawn draft": lambda: mock.patch.object(draft_shares, "_fixed_shares", _share_equally),
     "an answer of an earlier life": lambda: mock.patch.object(WorkerLink, "_check_instance", _accept_any_instance),
 }
 """Contexts in which the real code has a bug."""

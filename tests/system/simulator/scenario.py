@@ -19,7 +19,7 @@ from simulator.answers import (
 )
 from simulator.lookups import with_lookups
 from simulator.model import EOS, ToyPair
-from simulator.setup import FORGET_DRAFT, Event, Fault, Request, Scenario, WorkerSetup
+from simulator.setup import FORGET_DRAFT, WITHDRAWN, Event, Fault, Request, Scenario, WorkerSetup
 
 MAX_MODEL_LEN = 160
 MAX_PROMPT, MAX_TOKENS = 70, 60
@@ -50,7 +50,8 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     carrying = random.Random(f"carried drafts {seed}")
-    workers = [*_carried(carrying, _workers(rng))]
+    workers = [*_canaries(random.Random(f"canaries {seed}"), _carried(carrying, _workers(rng)))]
+    workers = _competing(random.Random(f"competing drafts {seed}"), workers)
     span = rng.uniform(1.0, SPAN_SECONDS)
     requests = [_request(rng, number, span) for number in range(rng.randint(4, 14))]
     events: list[Event] = [*requests, *_faults(rng, workers, requests, span), *_draft_faults(carrying, workers, span)]
@@ -87,6 +88,29 @@ def _carried(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[Wor
         yield replace(worker, draft=draft)
 
 
+def _canaries(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[WorkerSetup]:
+    """Give some draft workers other weights, perhaps new ones after each crash, and a second draft to others."""
+    for worker in workers:
+        if worker.role == "draft":
+            yield replace(worker, weights=rng.choice([("toy",), ("toy",), ("other",), ("toy", "other")]))
+            if rng.random() < 0.3:
+                port = int(worker.address.rpartition(":")[2]) + 20
+                yield replace(worker, address=f"10.0.0.1:{port}", weights=("another",))
+        else:
+            yield worker
+
+
+def _competing(rng: random.Random, workers: list[WorkerSetup]) -> list[WorkerSetup]:
+    """Name the drafts, and let the last of several have another quality."""
+    drafts = [worker for worker in workers if worker.role == "draft"]
+    if len(drafts) < 2 or rng.random() < 0.5:
+        return workers
+    workers = [replace(worker, name="current") if worker.role == "draft" else worker for worker in workers]
+    at = max(i for i, worker in enumerate(workers) if worker.role == "draft")
+    workers[at] = replace(workers[at], name="new", agreement=rng.choice([0.0, 0.5, 1.0]))
+    return workers
+
+
 def _draft_faults(rng: random.Random, workers: Sequence[WorkerSetup], span: float) -> Iterator[Fault]:
     """Faults that affect only carried drafts."""
     for index, worker in enumerate(workers):
@@ -98,6 +122,8 @@ def _draft_faults(rng: random.Random, workers: Sequence[WorkerSetup], span: floa
 
 
 def _settings(rng: random.Random, workers: list[WorkerSetup]) -> dict[str, Any]:
+    has_new = any(worker.name == "new" for worker in workers)
+    draft_share = rng.choice([None, "new=0.1", "new=0.5", WITHDRAWN]) if has_new else None
     return {
         "policy": rng.choice(["ragged", "ragged", "ragged", "exspec", "eqspec"]),
         "max_num_seqs": rng.choice([2, 4, 8]),
@@ -107,6 +133,7 @@ def _settings(rng: random.Random, workers: list[WorkerSetup]) -> dict[str, Any]:
         "prefix_caching": rng.random() < 0.8,
         "admission": rng.choice(["arrival", "arrival", "length"]),
         "lookup_store_tokens": rng.choice([0, 4096]),
+        "draft_share": draft_share,
         "stream_stall_seconds": 5.0,
         "target_timeout_seconds": 8.0,
         "draft_timeout_seconds": 2.0,

@@ -7,6 +7,8 @@ from simulator.model import ToyPair
 
 FORGET_DRAFT = "forget_draft"
 """A fault: a target loses the caches of the draft that it carries."""
+WITHDRAWN = "new=0"
+"""Shares of drafts: the one named new gets no sequences."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,17 @@ class WorkerSetup:
     row_seconds: float
     draft: "WorkerSetup | None" = None
     """The draft that a target carries."""
+    weights: tuple[str, ...] = ("toy",)
+    """Fingerprints of the weights of its lives, in turns."""
+    name: str = ""
+    """The name of a draft among several."""
+    agreement: float | None = None
+    """Of a draft; None: that of the pair."""
+
+    @property
+    def entry(self) -> str:
+        """The worker in the coordinator's settings."""
+        return f"{self.name}={self.address}" if self.name else self.address
 
     def pass_seconds(self, rows: int) -> float:
         """Duration of a pass."""

@@ -159,7 +159,7 @@ class Simulation:
             self.fail(f"{task.get_name()} raised {task.exception()!r}")
 
     def _settings(self) -> CoordinatorSettings:
-        addresses = {role: [w.address for w in self.scenario.workers if w.role == role] for role in ("target", "draft")}
+        addresses = {role: [w.entry for w in self.scenario.workers if w.role == role] for role in ("target", "draft")}
         targets, standby = addresses["target"], None
         if self.scenario.has_standby:
             targets, (standby,) = targets[:1], targets[1:]

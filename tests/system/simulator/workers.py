@@ -5,6 +5,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -138,6 +139,7 @@ class Life:
         self._spend(LOAD_SECONDS)
         setup = self._worker.setup
         engines = [self._engine(setup, slots)]
+        engines[0].weights = self._worker.next_weights()
         if setup.draft is not None:
             engines.append(self._engine(setup.draft, setup.draft.slots))
         return self._worker.backend(*engines)
@@ -179,12 +181,18 @@ class Worker:
         self.former_id = "before the simulation"
         """Instance id of the last life that has ended."""
         self.tampering = Tampering(self, rng)
-        self._pair, self._slots = pair, setup.slots
+        self._pair = pair if setup.agreement is None else replace(pair, agreement=setup.agreement)
+        self._slots, self._lives = setup.slots, -1
         self._restart: asyncio.TimerHandle | None = None
 
     @property
     def is_target(self) -> bool:
         return self.setup.role == "target"
+
+    def next_weights(self) -> str:
+        """Fingerprint of the weights of the next life."""
+        self._lives += 1
+        return self.setup.weights[self._lives % len(self.setup.weights)]
 
     def start(self) -> None:
         """Begin a life."""

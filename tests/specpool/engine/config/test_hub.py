@@ -155,7 +155,7 @@ def test_cached_tokenizers_are_compared(tmp_path: Path) -> None:
     for name, vocabulary in (("a/target", {"a": 0}), ("a/draft", {"a": 0}), ("a/other", {"b": 0})):
         cached_model(tmp_path, name, tokenizer={"model": {"vocab": vocabulary}, "name": name})
     target, draft, other, unknown = (EngineOptions(model=f"a/{name}") for name in ("target", "draft", "other", "none"))
-    check_same_tokenizer(target, draft)
-    check_same_tokenizer(target, unknown)
-    with pytest.raises(InvalidOptionError, match=r"^draft: a/other uses a different tokenizer than a/target$"):
-        check_same_tokenizer(target, other)
+    check_same_tokenizer(target, draft, "try it")
+    check_same_tokenizer(target, unknown, "try it")
+    with pytest.raises(InvalidOptionError, match=r"^draft: a/other uses a different tokenizer than a/target; try it$"):
+        check_same_tokenizer(target, other, "try it")

@@ -38,7 +38,7 @@ def test_checks_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
         "import sys; from specpool.engine.config.options import EngineOptions as O\n"
         "from specpool.engine.models.preflight import check_options, check_same_tokenizer\n"
         f"options = O(model={model_folder(tmp_path)!r})\n"
-        "check_options(options); check_same_tokenizer(options, options)\n"
+        "check_options(options); check_same_tokenizer(options, options, 'try it')\n"
         "print({'torch', 'transformers', 'huggingface_hub'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -164,14 +164,14 @@ def test_each_device_of_a_list_is_checked(cuda_driver: SimpleNamespace) -> None:
 
 def test_drafts_with_another_tokenizer_are_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = (EngineOptions(model=str(folder)) for folder in tiny_pair)
-    check_same_tokenizer(target, draft)
+    check_same_tokenizer(target, draft, "try it")
     tokenizer = json.loads((tiny_pair[1] / "tokenizer.json").read_text())
     other = EngineOptions(model=model_folder(tmp_path))
-    check_same_tokenizer(target, other)  # unknown, so loading decides
+    check_same_tokenizer(target, other, "try it")  # unknown, so loading decides
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
-    check_same_tokenizer(target, other)
+    check_same_tokenizer(target, other, "try it")
     edit_json(tmp_path, "tokenizer.json", model=tokenizer["model"] | {"vocab": {"a": 0}})
     with pytest.raises(InvalidOptionError, match=f"^draft: {other.model} uses a different tokenizer than "):
-        check_same_tokenizer(target, other)
+        check_same_tokenizer(target, other, "try it")
     (tmp_path / "tokenizer.json").write_text("{")
-    check_same_tokenizer(target, other)
+    check_same_tokenizer(target, other, "try it")
