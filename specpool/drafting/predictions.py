@@ -24,6 +24,8 @@ TRUSTED_RUN = 3
 NEARBY = 48
 # Weight of a distance backward: answers leave parts out more often than they repeat them.
 BACKWARD = 4
+# Draft tokens after a difference, and per agreeing token since. A run tells more than the rates of earlier runs.
+FIRST_TOKENS, GROWTH = 4, 2
 # Tokens to reread when a sequence continues after its state was forgotten.
 REREAD_TOKENS = 64
 # Minimum chance of a draft for requests with a fixed length, which draft whether it pays or not.
@@ -52,7 +54,8 @@ class PredictionSource:
         if not sequence.is_decoding:
             return NO_LOOKUP
         place.follow(sequence.token_ids)
-        token_ids = place.next_tokens(limit)
+        pending = sequence.num_pending_tokens
+        token_ids = place.next_tokens(min(limit, pending + max(FIRST_TOKENS, GROWTH * (place.run + pending))))
         chances = place.chances(len(token_ids))
         if not token_ids or (not sequence.request.adaptive and chances[0] < MIN_FIXED_CHANCE):
             return NO_LOOKUP

@@ -47,7 +47,7 @@ def replaced(text: tuple[int, ...], start: int, end: int, *by: int) -> tuple[int
 
 def test_an_answer_is_predicted_from_its_first_token_on() -> None:
     lookup = PredictionSource().propose(make_sequence(TEXT), 32)
-    assert (lookup.token_ids, lookup.source, lookup.run, lookup.start) == (TEXT[:32], LookupSource.PREDICTION, 0, 3)
+    assert (lookup.token_ids, lookup.source, lookup.run, lookup.start) == (TEXT[:4], LookupSource.PREDICTION, 0, 3)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,15 @@ def test_proposals_resume_after_random_edits(edits: list[tuple[int, int, list[in
         answer = replaced(answer, start, start + length, *by)
     found = right_tokens(PredictionSource(), make_sequence(TEXT), answer)
     assert sum(not right for right in found) <= sum(7 + len(by) for _, _, by in edits)
+
+
+def test_drafts_grow_during_a_run_and_shrink_after_a_difference() -> None:
+    source, sequence, lengths = PredictionSource(), make_sequence(TEXT), []
+    for token in (*TEXT[:20], 7):
+        lengths.append(len(source.propose(sequence, 32).token_ids))
+        gain(sequence, token)
+    assert lengths == [4, 4, 4, *range(6, 32, 2), *[32] * 5]
+    assert len(source.propose(sequence, 32).token_ids) == 4
 
 
 def test_chances_rise_during_a_run_and_fall_after_a_difference() -> None:
