@@ -5,8 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ByteSize, Field, model_validator
 
+from coordinator.config.shares import Shares, read_shares
 from coordinator.prompts.chat_formats import AUTO, check_reasoning_tags
 from coordinator.prompts.process_link import check_template
+from specpool.drafting.answers import MAX_STORE_TOKENS
 from specpool.drafting.plans import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.features import MAX_FEATURE_WINDOW
@@ -27,8 +29,6 @@ from specpool.rpc.security.tokens import token_of
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
-MAX_LOOKUP_STORE_TOKENS = 2**24
-"""Takes 1 GiB."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Default of `max_num_speculative_tokens`."""
 
@@ -103,31 +103,6 @@ def _check_template(path: Path | None) -> Path | None:
 TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
 
 
-def read_shares(shares: str) -> dict[str, float]:
-    """Read comma-separated entries NAME=SHARE. Raises ValueError."""
-    read: dict[str, float] = {}
-    for entry in split_addresses(shares):
-        name, _, share = entry.rpartition("=")
-        try:
-            read[name.strip()] = float(share)
-        except ValueError:
-            read[name.strip()] = -1.0
-        if not name or not 0 <= read[name.strip()] <= 1:
-            raise ValueError(f"{entry} is no share: use NAME=SHARE, with a share from 0 to 1")
-    if len(read) < len(split_addresses(shares)):
-        raise ValueError("a name is listed twice")
-    if sum(read.values()) > 1 + 1e-9:
-        raise ValueError(f"the shares add up to {sum(read.values()):g}, which exceeds 1")
-    return read
-
-
-def _check_shares(shares: str) -> str:
-    read_shares(shares)
-    return shares
-
-
-Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
-"""Shares of named drafts: NAME=SHARE, separated by commas."""
 ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
@@ -218,7 +193,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     lookup_store_tokens: int = Field(
         0,
         ge=0,
-        le=MAX_LOOKUP_STORE_TOKENS,
+        le=MAX_STORE_TOKENS,
         description="maximum tokens of finished answers to keep, at about 60 bytes each, for prompt lookup by later "
         "requests with the same client and nonempty cache_salt; 0: keep none",
     )

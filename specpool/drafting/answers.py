@@ -16,6 +16,8 @@ RUNS = (4, 2)
 MIN_MATCH = min(RUNS)
 # Occurrences of each run to examine, latest first.
 MAX_OCCURRENCES = 16
+# Limit of the settings; takes 1 GiB.
+MAX_STORE_TOKENS = 2**24
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 4
 

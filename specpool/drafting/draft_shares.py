@@ -18,7 +18,7 @@ DISCOUNT = 1 - 1 / 512
 # Samples until the evidence on a draft counts, and its largest share until then if others have theirs.
 NEW_SAMPLES, NEW_SHARE = 8, 0.1
 # Throughput that worse drafts may cost, and bounds of the smallest share of a draft, which costs half of it.
-EXPLORATION_LOSS, MIN_SHARE, MAX_MIN_SHARE = 0.008, 1 / 4096, 0.02
+EXPLORATION_LOSS, MIN_SHARE, MAX_MIN_SHARE = 0.006, 1 / 4096, 0.02
 # Assignments until the shares are computed again.
 MAX_AGE = 32
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from specpool.drafting.answers import MAX_STORE_TOKENS
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.protocol.worker_info import WorkerInfo
 from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, Settings
@@ -18,8 +19,6 @@ from specpool.vllm.drafter import Limits
 
 TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
-MAX_LOOKUP_STORE_TOKENS = 2**24
-"""Takes 1 GiB."""
 MISTRAL_MODE = "mistral"
 """vLLM's `tokenizer_mode` without a tokenizer of the Hugging Face library."""
 
@@ -41,7 +40,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
     lookup_store_tokens: int = Field(
         0,
         ge=0,
-        le=MAX_LOOKUP_STORE_TOKENS,
+        le=MAX_STORE_TOKENS,
         description="maximum tokens of finished answers to keep, for lookups by all later requests; 0: keep none. vLLM "
         "names no clients, so users can measure that an answer was given before",
     )

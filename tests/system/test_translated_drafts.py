@@ -42,6 +42,7 @@ async def test_permuted_vocabulary_is_fully_accepted(
         assert (model.tokenizer_translation, model.vocabulary_coverage) == (method, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 async def test_tokens_equal_plain_decoding(tmp_path: Path, kind: str) -> None:
     target, draft = byte_level(900), sentence_piece(700, kind)

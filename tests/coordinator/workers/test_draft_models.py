@@ -98,6 +98,21 @@ async def test_rounds_do_not_wait_long_for_a_slower_draft() -> None:
     assert list(new.caches) == [3]
 
 
+async def test_overlapping_rounds_may_both_leave_a_call_behind() -> None:
+    _, new, group, (one, two) = two_models()
+    new.open.clear()
+    rounds = [
+        propose(group, number, [item(number), item(number + 2)], {number: one, number + 2: two}) for number in (1, 2)
+    ]
+    answers = await asyncio.gather(*rounds)
+    assert [[each.sequence_id for each in proposals] for proposals, _ in answers] == [[1], [2]]
+    assert new.calls == 2
+    new.open.set()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while new.calls < 3:  # until both calls have ended
+            await propose(group, 3, [item(1, 3), item(3)], {1: one, 3: two})
+
+
 async def test_a_failure_lowers_the_reliability() -> None:
     _, new, group, (one, two) = two_models()
     new.error = WorkerUnreachableError("gone", Cause.LOST)

@@ -32,7 +32,7 @@ def bytes_of(texts: dict[int, bytes], token_ids: list[int] | tuple[int, ...]) ->
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=IDS)
 @given(token_ids=st.lists(st.integers(3, 299), max_size=80), rounds=st.lists(st.tuples(st.integers(0, 9), TEXTS)))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_sequence_has_the_same_bytes_in_both_tokenizers(
     target: Tokenizer, draft: Tokenizer, token_ids: list[int], rounds: list[tuple[int, str]]
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_sequence_has_the_same_bytes_in_both_tokenizers(
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=IDS)
 @given(prompt=TEXTS, text=TEXTS, limit=st.integers(0, 8))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_proposal_is_the_beginning_of_the_drafted_text(
     target: Tokenizer, draft: Tokenizer, prompt: str, text: str, limit: int
 ) -> None:

@@ -20,7 +20,7 @@ _vocabulary = cache(vocabulary_of)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["small", "large", "bpe", "unigram"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(pieces=st.lists(PIECES, max_size=12), cut=st.integers(0, 3))
 def test_tokens_of_any_bytes_have_these_bytes(tokenizer: Tokenizer, pieces: list[str], cut: int) -> None:
     vocabulary, text = _vocabulary(tokenizer), "".join(pieces).encode()

@@ -49,7 +49,7 @@ class Traffic:
             self.shares.end(model, [sequence_id])
             yield model
 
-    def share(self, name: str, sequences: int = 2000) -> float:
+    def share(self, name: str, sequences: int = 1000) -> float:
         """The share that a draft gets of so many sequences."""
         return sum(model.name == name for model in self.run(sequences)) / sequences
 
@@ -91,7 +91,7 @@ def test_the_better_draft_wins(current: float, new: float) -> None:
     better = max(traffic.rates, key=traffic.rates.__getitem__)
     traffic.share(better, 600)
     assert traffic.share(better) > 0.9
-    others = 1 - traffic.share(better, 4000)
+    others = 1 - traffic.share(better)
     assert others > 0, "a worse draft is still tried"
 
 
@@ -100,7 +100,7 @@ def test_the_better_draft_wins(current: float, new: float) -> None:
 def test_exploration_costs_less_than_one_per_cent(rates: tuple[float, float], slower: float) -> None:
     traffic = Traffic(dict(zip(("a", "b"), rates, strict=True)), {"b": slower * STEP})
     traffic.share("a", 600)
-    assert traffic.loss(4000) < 0.01
+    assert traffic.loss(2000) < 0.01
 
 
 def test_three_drafts() -> None:
