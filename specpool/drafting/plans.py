@@ -4,6 +4,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specpool.protocol.rounds import MAX_LOOKUP_TOKENS
+
 # After a round, the draft worker lacks one token, or two after full acceptance. One pass handles both.
 MAX_DRAFT_LAG = 2
 
@@ -16,6 +18,11 @@ class DraftMethod(enum.StrEnum):
     SUFFIX = "suffix"
     PREDICTION = "prediction"
     BEST = "best"
+
+
+def max_lookup_tokens(num_draft_tokens: int) -> int:
+    """Maximum lookup tokens with adaptive draft lengths. They take no draft steps, so there may be twice as many."""
+    return max(num_draft_tokens, min(2 * num_draft_tokens, MAX_LOOKUP_TOKENS))
 
 
 class LookupSource(enum.StrEnum):

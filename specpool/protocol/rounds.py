@@ -15,8 +15,8 @@ from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 
 MAX_DRAFT_TOKENS = 16
 """Default maximum of draft tokens per sequence and round."""
-LOOKUP_FACTOR = 2
-"""Maximum number of lookup tokens with adaptive draft lengths, relative to that of draft tokens."""
+MAX_LOOKUP_TOKENS = 2 * MAX_DRAFT_TOKENS
+"""Default maximum of lookup tokens, which take no draft steps."""
 MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED = 64, 64
 """Maximum branches of an item, and maximum tokens that are being verified."""
 
