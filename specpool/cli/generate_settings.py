@@ -61,7 +61,7 @@ class GenerateSettings(Settings, ClientSecurity):
         None, description="model, ngram, suffix, prediction, or best, the most promising one; default: the server's"
     )
     prediction: Path | None = Field(
-        None, description="file with a text that most of the answer probably repeats; default for --prompts"
+        None, description="file with a text that the answer probably repeats; --prompts can override it per line"
     )
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
     top_p: float | None = Field(None, description="sample from the top tokens with this cumulative probability")
