@@ -124,7 +124,7 @@ class Recorder:
             self._fails_until = time.monotonic() + RETRY_SECONDS
             return False
         if self._fails_until is not None:
-            log.info("recording answers again")
+            log.info("recording resumed")
             self._fails_until = None
         return True
 
