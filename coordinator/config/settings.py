@@ -302,7 +302,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         if self.trace_prompts and self.otlp_traces_endpoint is None:
             raise ValueError("trace_prompts needs an otlp_traces_endpoint")
         if self.record_share is not None and self.record is None:
-            raise ValueError("record_share needs record")
+            raise ValueError("record_share needs --record")
         if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self
