@@ -68,7 +68,7 @@ true
 {{- if not $canary.enabled -}}
 {{- if not (kindIs "invalid" $canary.share) }}{{ fail "draft.canary.share: needs draft.canary.enabled" }}{{ end -}}
 {{- else if not (include "specpool.hasDraftWorkers" .) -}}
-{{- fail "draft.canary.enabled: needs draft workers: draft.enabled without draft.colocated" -}}
+{{- fail "draft.canary.enabled: needs draft workers (draft.enabled without draft.colocated)" -}}
 {{- else if .Values.disaggregatedSet.enabled -}}
 {{- fail "draft.canary.enabled: must not be set with disaggregatedSet.enabled" -}}
 {{- else if and (eq .Values.draft.modelCache.type "image") (not $canary.modelCache) -}}
