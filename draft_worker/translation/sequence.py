@@ -51,7 +51,7 @@ class TranslatedSequence:
         return last[len(last) - count :]
 
     def _translate(self, start: int, token_ids: Sequence[int]) -> None:
-        """Append the translation of target tokens. `start`: index of the first one. The next call encodes the last text again."""
+        """Append the translation of target tokens. `start`: index of the first one."""
         translation, text = self.translation, self._text
         texts, to_draft = translation.target.texts, translation.to_draft
         for index, token_id in enumerate(token_ids, start):
