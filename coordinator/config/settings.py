@@ -268,7 +268,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
 
     @property
     def draft_entries(self) -> list[tuple[str, str]]:
-        """The name, or "", and the address of each entry of `draft_address`."""
+        """Name and address of each entry of `draft_address`. The name may be empty."""
         return split_named(self.draft_address or "")
 
     @property

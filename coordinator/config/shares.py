@@ -1,4 +1,4 @@
-"""Shares of named drafts, as the operator writes them."""
+"""Setting for the shares of named drafts."""
 
 from math import nan
 from typing import Annotated
@@ -11,7 +11,7 @@ ROUNDING = 1e-9
 
 
 def read_shares(shares: str) -> dict[str, float]:
-    """Read comma-separated entries NAME=SHARE. Raises ValueError."""
+    """Parse comma-separated NAME=SHARE entries. Raises ValueError."""
     read: dict[str, float] = {}
     for entry in split_addresses(shares):
         name, _, number = (part.strip() for part in entry.rpartition("="))
@@ -35,4 +35,4 @@ def _check_shares(shares: str) -> str:
 
 
 Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
-"""Shares of named drafts: NAME=SHARE, separated by commas."""
+"""Comma-separated NAME=SHARE entries."""

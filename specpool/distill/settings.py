@@ -86,7 +86,7 @@ class DistillSettings(Settings):
     def draft_to_continue(self) -> Path | None:
         """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run.
 
-        Raises OSError if it would be the embedded draft, and this installation lacks it.
+        Raises OSError if the default is the embedded draft, and the installation lacks it.
         """
         if self.initial is not None:
             return self.initial

@@ -40,15 +40,18 @@ INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
 class RemoteDraft:
-    """Draft tokens for vLLM's batch: from a Specpool draft worker, and from lookups in earlier tokens."""
+    """Draft tokens for vLLM's batch, from a Specpool draft worker and from lookups in earlier tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Wait for the draft worker, if there is one. ValueError, in one line, for invalid settings, a worker that does
-        not answer, or a worker that cannot translate vLLM's tokens."""
+        """Wait for the draft worker, if there is one.
+
+        Raises ValueError with a one-line message for invalid settings, a worker that does not answer, or a worker that
+        cannot translate vLLM's tokens.
+        """
         self._drafter: Drafter | None = None
-        """None: this rank does not draft."""
+        """None if this rank does not draft."""
         self._link: BlockingDraftLink | None = None
-        """None: lookups are the only drafts."""
+        """None if all drafts come from lookups."""
         self._step_began = time.perf_counter()
         self._error_logged = -SECONDS_BETWEEN_ERRORS
         self._draft_seconds = 0.0

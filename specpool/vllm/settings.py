@@ -20,10 +20,10 @@ from specpool.vllm.drafter import Limits
 TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
 MISTRAL_MODE = "mistral"
-"""vLLM's `tokenizer_mode` without a tokenizer of the Hugging Face library."""
+"""vLLM's `tokenizer_mode` for tokenizers that are not from the Hugging Face library."""
 
 Method = Literal["model", "ngram", "suffix", "best"]
-"""vLLM's requests carry no predictions."""
+"""Draft methods without `prediction`, because vLLM's requests have none."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
@@ -130,7 +130,7 @@ class VllmModel:
         )
 
     def tokenizer(self) -> TokenizerFiles:
-        """The tokenizer, for the draft worker. ValueError if it cannot be read."""
+        """Return the tokenizer for the draft worker. Raises ValueError if it cannot be read."""
         from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
 
         if self._tokenizer_mode == MISTRAL_MODE:
@@ -150,5 +150,5 @@ class VllmModel:
         return TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", special, tuple(sorted(ids)))
 
     def info(self, tokenizer: TokenizerFiles) -> WorkerInfo:
-        """The model, to compare with the draft worker's."""
+        """Return a description of the model to compare with the draft worker's."""
         return WorkerInfo(model=self._model, vocab_size=self._vocab_size, tokenizer_fingerprint=tokenizer.fingerprint)

@@ -73,7 +73,7 @@ def check_pair(
 ) -> None:
     """Raise InvalidOptionError if both models are local and the draft does not fit the target.
 
-    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft, so that tokenizers may differ.
+    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft. If so, tokenizers may differ.
     """
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
     if not translates:
