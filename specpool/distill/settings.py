@@ -45,8 +45,8 @@ class DistillSettings(Settings):
     initial: Path | None = Field(
         None,
         description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "
-        "A feature draft can start from a causal one. Default with --from and the embedded target, unless another kind, "
-        "layers or tokens are given: the embedded draft",
+        "A feature draft can start from a causal one. Default with --from and the embedded target, unless other "
+        "kind, layers or tokens are given: the embedded draft",
     )
     kind: DraftKind | None = Field(
         None,
