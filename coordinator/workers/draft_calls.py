@@ -48,7 +48,15 @@ class DraftCalls:
         return link in self._late.values()
 
     async def send(
-        self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, slack: float, speed: float, learns: bool
+        self,
+        round_id: int,
+        parts: Parts,
+        step_cost: float,
+        traceparent: str,
+        *,
+        slack: float,
+        speed: float,
+        learns: bool,
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
         """Return the proposals of each worker that answers in time, the duration, and the errors.
 
@@ -136,11 +144,12 @@ async def _answered(main: DraftModel | None, calls: Mapping[DraftLink, Call], sl
             if slack:
                 patience = max(0.0, MAX_SLOWDOWN_AHEAD * slack - elapsed)
             await asyncio.wait(others, timeout=patience)
+            return clock() - began - elapsed
     except asyncio.CancelledError:
         for call in calls.values():
             call.cancel()
         raise
-    return clock() - began - elapsed
+    return 0.0
 
 
 def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) -> None:
