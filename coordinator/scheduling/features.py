@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from specpool.protocol.features import MAX_FEATURE_BYTES, WantedFeatures
-from specpool.protocol.rounds import LOOKUP_FACTOR, MAX_DRAFT_TOKENS, ProposeItem, VerifyItem
+from specpool.protocol.rounds import MAX_LOOKUP_TOKENS, ProposeItem, VerifyItem
 
 MAX_STORED_BYTES = 4 * 2**20
 """Maximum bytes of the states that are kept for a sequence."""
@@ -23,7 +23,7 @@ class FeatureStore:
     def __init__(self, wanted: WantedFeatures) -> None:
         self.spec = wanted.spec
         limit = max(1, MAX_STORED_BYTES // self.spec.row_bytes)
-        self._rows: deque[bytes] = deque(maxlen=min(limit, wanted.window + LOOKUP_FACTOR * MAX_DRAFT_TOKENS))
+        self._rows: deque[bytes] = deque(maxlen=min(limit, wanted.window + MAX_LOOKUP_TOKENS))
         self._end = self._num_read = 0
         """Position after the last one with a state, and after the last one that the draft worker has read."""
 

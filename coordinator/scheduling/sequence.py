@@ -10,9 +10,9 @@ from hashlib import sha256
 from coordinator.scheduling.caches import WorkerCache
 from coordinator.scheduling.records import Blame, Progress, SpeculationStats
 from coordinator.scheduling.text import ShownText, TextStream
-from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod
+from specpool.drafting.plans import MAX_DRAFT_LAG, DraftMethod, max_lookup_tokens
 from specpool.protocol.prefixes import PageDigests
-from specpool.protocol.rounds import LOOKUP_FACTOR, Branch
+from specpool.protocol.rounds import Branch
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
@@ -73,8 +73,8 @@ class GenerationRequest:
 
     @property
     def max_num_lookup_tokens(self) -> int:
-        """Maximum lookup tokens per round. They take no draft steps, so adaptive lengths allow more of them."""
-        return self.num_speculative_tokens * (LOOKUP_FACTOR if self.adaptive else 1)
+        """Maximum lookup tokens per round."""
+        return max_lookup_tokens(self.num_speculative_tokens) if self.adaptive else self.num_speculative_tokens
 
     @property
     def key(self) -> tuple[str, str]:
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens that count towards the limit of the queue."""
+        """Tokens that count towards the queue's token limit."""
         return self.prompt_length + len(self.request.prediction)
 
     @property

@@ -1,14 +1,16 @@
-"""Calls of a round to several draft workers. A slow or failing worker costs only the drafts of its own sequences."""
+"""Calls to several draft workers in a round. A slow or failing worker costs only the drafts of its own sequences."""
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
+from specpool.drafting.acceptance import expected_tokens
 from specpool.drafting.costs import Timed
 from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.outcome import draft_steps
@@ -18,38 +20,62 @@ log = logging.getLogger(__name__)
 
 MAX_SLOWDOWN, MIN_PATIENCE_SECONDS = 4.0, 0.02
 """How long a round waits for its other drafts: relative to the draft with the most sequences, and at least."""
+MAX_SLOWDOWN_AHEAD = 1.5
+"""How long a round that drafts during a verification waits for other drafts: much later branches would be of no use."""
+WAIT_SHARE = 0.02
+"""Share of all time that rounds may wait for other drafts whose tokens do not pay for it."""
+MAX_PAUSE_SECONDS = 1.0
+"""Longer pauses between rounds pay back no more than this one: no round could have waited in them."""
 
 Parts = dict[DraftLink, list[ProposeItem]]
-"""The items of a round by draft worker."""
+"""Items of a round by draft worker."""
 Call = asyncio.Task[tuple[list[Proposal], Timed]]
 
 
 class DraftCalls:
-    """Sends the parts of rounds, and waits a bounded time for all but the main draft."""
+    """Sends each draft worker its part of a round. Waits a bounded time for all but the main draft."""
 
     def __init__(self, on_late_end: Callable[[DraftLink, Iterable[int]], None]) -> None:
-        """`on_late_end`: called with the worker and the sequences of a late call once it has ended."""
+        """`on_late_end`: called with the worker and the sequence ids of a late call when it ends."""
         self._on_late_end = on_late_end
         self._late: dict[Call, DraftLink] = {}
         """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
+        self._debt = self._began = 0.0
+        """Seconds waited in vain that `WAIT_SHARE` has not paid back yet, and when the last round began."""
 
     def is_late(self, link: DraftLink) -> bool:
-        """Whether a worker still runs a call that no round waits for. It gets no others until then."""
+        """Whether a worker still runs a late call. It gets no new calls until that ends."""
         return link in self._late.values()
 
     async def send(
-        self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
+        self,
+        round_id: int,
+        parts: Parts,
+        step_cost: float,
+        traceparent: str,
+        *,
+        slack: float,
+        speed: float,
+        learns: bool,
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
-        """Return the proposals of each worker that answers in time, the duration, and the errors.
+        """Return the proposals of each worker that answers in time, the duration of the round, and the errors.
 
         The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
+        Other drafts are left out while earlier rounds have waited for them in vain.
+
+        `slack`: duration of the verification meanwhile, if any. `speed`: tokens per second of all sequences.
         `learns`: whether to learn the step times of each worker, if not from the duration.
         """
+        main = _main(parts)
+        if self._is_in_debt():
+            parts = {link: own for link, own in parts.items() if link.model is main}
         calls = {
             link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
             for link, own in parts.items()
         }
-        main = await _answered(parts, calls)
+        waited = await _answered(main, calls, slack)
+        gain = sum(_gain(link, own) for link, own in parts.items() if link.model is not main and calls[link].done())
+        self._debt += max(0.0, waited - slack - gain / speed) if speed else 0.0
         answers, durations, failures = dict[DraftLink, list[Proposal]](), [(False, 0.0, Timed())], list[BaseException]()
         for link, own in parts.items():
             if not calls[link].done():
@@ -65,7 +91,14 @@ class DraftCalls:
                 if learns:
                     link.step_times.observe_steps(draft_steps(own, answers[link]), timed.forward)
                 durations.append((link.model is main, timed.elapsed, timed))
-        return answers, max(durations, key=itemgetter(0, 1))[-1], failures
+        return answers, replace(max(durations, key=itemgetter(0, 1))[-1], waited=waited), failures
+
+    def _is_in_debt(self) -> bool:
+        """Whether rounds have waited too long for other drafts. Call once a round."""
+        began = asyncio.get_running_loop().time()
+        self._debt = max(0.0, self._debt - WAIT_SHARE * min(MAX_PAUSE_SECONDS, began - self._began))
+        self._began = began
+        return self._debt > 0
 
     def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
         del self._late[call]
@@ -79,29 +112,44 @@ class DraftCalls:
         self._on_late_end(link, (item.sequence_id for item in own))
 
     def cancel(self) -> None:
-        """End the late calls."""
+        """Cancel all late calls."""
         for call in [*self._late]:
             call.cancel()
 
 
-async def _answered(parts: Parts, calls: Mapping[DraftLink, Call]) -> DraftModel | None:
-    """Wait for the calls of the main draft, and not much longer for the others. Return the main draft."""
+def _main(parts: Parts) -> DraftModel | None:
+    """The draft with the most sequences."""
     sizes: Counter[DraftModel | None] = Counter()
     for link, own in parts.items():
         sizes[link.model] += len(own)
-    main, clock = max(sizes, key=sizes.__getitem__, default=None), asyncio.get_running_loop().time
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _gain(link: DraftLink, items: Iterable[ProposeItem]) -> float:
+    """Tokens that the drafts of these items are expected to gain."""
+    rate = link.model.evidence.rate.mean if link.model is not None else 0.0
+    return sum(expected_tokens(rate, item.num_draft_tokens) - 1 for item in items)
+
+
+async def _answered(main: DraftModel | None, calls: Mapping[DraftLink, Call], slack: float) -> float:
+    """Wait for the calls of the main draft, and not much longer for the others. Return for how many seconds longer."""
+    clock = asyncio.get_running_loop().time
     mains, began = [call for link, call in calls.items() if link.model is main], clock()
     try:
         if mains:
             await asyncio.wait(mains)
+        elapsed = clock() - began
         if others := [call for call in calls.values() if not call.done()]:
-            patience = max(MIN_PATIENCE_SECONDS, (MAX_SLOWDOWN - 1) * (clock() - began))
+            patience = max(MIN_PATIENCE_SECONDS, (MAX_SLOWDOWN - 1) * elapsed)
+            if slack:
+                patience = max(0.0, MAX_SLOWDOWN_AHEAD * slack - elapsed)
             await asyncio.wait(others, timeout=patience)
+            return clock() - began - elapsed
     except asyncio.CancelledError:
         for call in calls.values():
             call.cancel()
         raise
-    return main
+    return 0.0
 
 
 def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) -> None:
@@ -111,10 +159,10 @@ def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) ->
 
 def _failed(link: DraftLink, error: BaseException) -> None:
     _observe(link, is_answered=False, is_failure=True)
-    if not isinstance(error, WorkerUnreachableError | WorkerRefusedError):  # those are logged by the link
+    if not isinstance(error, WorkerUnreachableError | WorkerRefusedError):  # the link logs these
         log.error("proposal of the draft worker at %s failed", link.address, exc_info=error)
 
 
 def chances(link: DraftLink) -> Sequence[float]:
-    """Acceptance probabilities by draft probability, of the worker's model."""
+    """Return the acceptance probabilities of the worker's model by draft probability."""
     return link.model.calibration.chances if link.model is not None else ()

@@ -1,4 +1,4 @@
-"""Several draft workers, of one draft model or more, that serve the coordinator as one."""
+"""A group of draft workers, with one or more draft models, behind the interface of a single one."""
 
 import asyncio
 import logging
@@ -74,18 +74,22 @@ class DraftGroup:
         models: Mapping[int, DraftModel | None],
         step_cost: float = 0.0,
         traceparent: str = "",
+        slack: float = 0.0,
     ) -> tuple[list[Proposal], Timed]:
-        """Run a draft round on all workers with sequences in it, and return the proposals in the order of the items.
+        """Run a draft round on all workers involved, and return the proposals in item order, and the duration.
 
         `models`: the draft model of each sequence. Sequences without a model, or whose worker fails or is late, have no
         proposal. Raises WorkerUnreachableError or WorkerRefusedError if all fail. The duration is that of the slowest
-        worker of the draft with the most sequences. For the other arguments see `DraftLink.propose`.
+        worker of the draft with the most sequences. `slack`: see `DraftCalls.send`. For the other arguments
+        see `DraftLink.propose`.
         """
         if self._only is not None:
             return await self._only.propose(round_id, [*items], chances(self._only), step_cost, traceparent)
         parts, answers = self._split(round_id, items, models)
-        learns = len(self._ready) > 1
-        proposals, slowest, failures = await self._calls.send(round_id, parts, step_cost, traceparent, learns=learns)
+        speed, learns = step_cost / self.step_times(1), len(self._ready) > 1
+        proposals, slowest, failures = await self._calls.send(
+            round_id, parts, step_cost, traceparent, slack=slack, speed=speed, learns=learns
+        )
         for link, own in proposals.items():
             answers |= self._answers(round_id, link, parts[link], own)
         if failures and not answers:
@@ -93,7 +97,7 @@ class DraftGroup:
         return [answers[item.sequence_id] for item in items if item.sequence_id in answers], slowest
 
     def _release_moved(self, link: DraftLink, sequence_ids: Iterable[int]) -> None:
-        """Release sequences that have ended or moved, since a late call may have taken their slots again."""
+        """Release sequences that have ended or moved, because a late call may have claimed slots for them again."""
         link.release_soon([i for i in sequence_ids if self._placement.worker_of(i) is not link])
 
     def _split(
@@ -133,7 +137,7 @@ class DraftGroup:
         return self._placement.place(item.sequence_id, workers, prefix)
 
     def _with_room(self, round_id: int, model: DraftModel | None) -> list[DraftLink]:
-        """The ready workers of a model that can take one more sequence, as far as this coordinator knows."""
+        """Return the ready workers of a model that, as far as this coordinator knows, have a free slot."""
         return [
             link
             for link in self._ready

@@ -100,7 +100,7 @@ class Roster(Protocol):
 
 
 class Draft(Worker, Protocol):
-    """The draft workers, as `coordinator.workers.draft_group.DraftGroup`."""
+    """The draft workers, such as `coordinator.workers.draft_group.DraftGroup`."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -114,6 +114,7 @@ class Draft(Worker, Protocol):
         models: Mapping[int, DraftModel | None],
         step_cost: float,
         traceparent: str,
+        slack: float,
     ) -> tuple[list[Proposal], Timed]: ...
 
 

@@ -1,4 +1,4 @@
-"""The translations of a draft worker, one for each tokenizer that its coordinators use."""
+"""Translations of a draft worker, one per tokenizer of its coordinators' targets."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from specpool.protocol.tokenizer import TokenizerFiles
 log = logging.getLogger(__name__)
 
 MAX_TRANSLATIONS = 4
-"""Maximum number of translations, and of refusals to remember. Each takes up to about 100 MiB."""
+"""Maximum number of translations and remembered refusals together. A translation takes up to about 100 MiB."""
 IDLE_SECONDS = 3600.0
 """Translations that no round has used for this long are freed. Their coordinators ask again."""
 MIN_IDLE_SECONDS = 60.0
@@ -30,7 +30,7 @@ MIN_IDLE_SECONDS = 60.0
 @dataclass
 class _Entry:
     result: Translation | str
-    """The translation, or why there is none."""
+    """The translation, or the reason for refusing it."""
     used: float
 
 
@@ -44,7 +44,7 @@ class Translations:
         clock: Callable[[], float] = time.monotonic,
         vet: Callable[[TokenizerFiles, int], Awaitable[None]] = vet,
     ) -> None:
-        """`vet`: raises UnsupportedTokenizerError for a target's tokenizer that this process must not read."""
+        """`vet`: raises UnsupportedTokenizerError for a tokenizer that is not safe to read in this process."""
         self._files, self._vocab_size, self._clock, self._vet = draft, vocab_size, clock, vet
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Translations:
     async def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
         """Return the id of the translation for a target's tokenizer, and the translation or why there is none.
 
-        The first call for a tokenizer takes seconds. Raises UnavailableError if others need all memory.
+        The first call for a tokenizer takes seconds. Raises UnavailableError if too many translations are in use.
         """
         translation_id = _id_of(target, vocab_size)
         async with self._building:  # one at a time: others wait
@@ -106,8 +106,8 @@ class Translations:
             log.warning("cannot translate between the tokenizers: %s", error)
             return str(error)
         log.info(
-            "translating the tokens of another tokenizer (%s): the draft has %.0f%% of the target's tokens, and a "
-            "perfect draft would get %.0f%% accepted; prepared in %.1f s",
+            "translating tokens (%s): the draft has %.0f%% of the target's vocabulary, and a perfect draft would get "
+            "%.0f%% of its tokens accepted; prepared in %.1f s",
             translation.method, 100 * translation.coverage, 100 * fidelity, time.perf_counter() - began,
         )  # fmt: skip
         return translation

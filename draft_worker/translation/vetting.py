@@ -1,4 +1,4 @@
-"""Reads a target's tokenizer in a process with limits first. It comes from outside, and a file can abort its process.
+"""Reads an untrusted tokenizer in a limited process first, because a malformed file can abort the process.
 
 The draft worker starts this module as `python -m draft_worker.translation.vetting`.
 """
@@ -26,7 +26,7 @@ ENCODE_SECONDS = 0.5
 """Processor time to encode the texts. The model waits for the encoding of texts in rounds."""
 TEXTS = [SAMPLE.encode(), *(character * 512 for character in (b"a", b" ", b"0", b"\n", b"-"))]
 MEMORY, MEMORY_PER_BYTE = 512 * 2**20, 32
-"""Bytes of memory, and further ones per byte of the tokenizer."""
+"""Memory limit in bytes, and its growth per byte of the tokenizer."""
 REFUSED = 3
 MAX_REASON_CHARACTERS = 500
 

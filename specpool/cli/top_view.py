@@ -1,7 +1,7 @@
 """The numbers that `specpool top` shows, computed from a server's state and the previous one. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from specpool.cli.top_drafts import Draft, drafts_of
@@ -111,7 +111,7 @@ class View:
     uptime_s: float
     window: Window
     workers: tuple[Worker, ...]
-    drafts: tuple[Draft, ...]
+    drafts: tuple[Draft, ...] = field(default=(), kw_only=True)
     """The draft models, if there are several."""
     now: Activity | None
     """Activity since the previous state; None without one."""

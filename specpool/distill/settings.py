@@ -31,7 +31,7 @@ class DistillSettings(Settings):
     recording: Path | None = Field(
         None,
         alias="from",
-        description="train on the answers that a coordinator recorded in this directory, and generate no dialogues; "
+        description="train on answers that a coordinator recorded in this directory, instead of generating dialogues; "
         "--dialogues limits their number, newest first",
     )
     held_out: int = Field(
@@ -45,7 +45,8 @@ class DistillSettings(Settings):
     initial: Path | None = Field(
         None,
         description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "
-        "A feature draft can start from a causal one. Default with --from and the embedded target: the embedded draft",
+        "A feature draft can start from a causal one. Default with --from and the embedded target, unless other "
+        "kind, layers or tokens are given: the embedded draft",
     )
     kind: DraftKind | None = Field(
         None,
@@ -86,13 +87,14 @@ class DistillSettings(Settings):
     def draft_to_continue(self) -> Path | None:
         """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run.
 
-        Raises OSError if it would be the embedded draft, and this installation lacks it.
+        Raises OSError if the default is the embedded draft, and the installation lacks it.
         """
         if self.initial is not None:
             return self.initial
         if self.epochs == 0 and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
-        return draft_weights() if self.recording is not None and self.target is None else None
+        begins_anew = self.kind == "causal" or self.model_fields_set & {"layers", "feature_layers", "output_tokens"}
+        return None if self.recording is None or self.target is not None or begins_anew else draft_weights()
 
     @property
     def num_dialogues(self) -> int:

@@ -40,6 +40,8 @@ PLAN_ROUNDS = 8
 SMALL_LAG = 4 * MAX_DRAFT_LAG
 # Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
 STATES_BEFORE_TRIAL = PLAN_ROUNDS // 2
+# Rounds with branches until one without, if some drafts cannot branch: they must show what they are worth.
+ROUNDS_WITH_BRANCHES = 32
 
 
 class DraftOptions(NamedTuple):
@@ -54,6 +56,10 @@ class DraftOptions(NamedTuple):
     """Rounds over which to spread the cost of catching up."""
     lookup: Lookup = NO_LOOKUP
     """Draft tokens of the most promising source."""
+    can_branch: bool = True
+    """Whether the draft worker can draft branches."""
+    is_main: bool = True
+    """Whether no other draft model has more sequences in the round."""
 
     @property
     def can_use_model(self) -> bool:
@@ -83,6 +89,8 @@ class DraftLengths:
     """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
     _allowed_last: tuple[object, ...] = ()
     """Last round's permissions (model, paused lookups, trials only) and branch limit."""
+    _with_branches: int = 0
+    """Rounds with branches since some draft that cannot branch could draft."""
     _is_new: bool = False
     """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True
@@ -113,7 +121,7 @@ class DraftLengths:
         return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
 
     def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
-        """Choose in a round in which the model rests. `options`: of the sequences with a lookup."""
+        """Plan a round in which the draft model rests. `options`: only sequences with a lookup."""
         self._age, self._tries_model = self._age + 1, False
         paused = self._paused_lookups(batch)
         allowed = {i: option for i, option in options.items() if option.lookup.source not in paused}
@@ -136,13 +144,21 @@ class DraftLengths:
             self.plan, self._age = self._best_plan(options), 0
             self.branches = self._best_branches(options, batch, max_branches)
         plans = self._planned(options, batch)
-        if self.branches.num_branches and not self.measures_plain:
+        if self.branches.num_branches and not self.measures_plain and not self._is_turn_of_others(options):
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps and not self.measures_plain:
             self._run_trials(plans, options, batch, max_branches, tried)
         if self.uses_model:
             self._trial_in = 0
         return plans
+
+    def _is_turn_of_others(self, options: Mapping[int, DraftOptions]) -> bool:
+        """Whether to draft before the verification instead, for the drafts that cannot branch."""
+        self._with_branches += any(option.can_use_model and not option.can_branch for option in options.values())
+        if self._with_branches <= ROUNDS_WITH_BRANCHES or not self.plan.steps:
+            return False
+        self._with_branches = 0
+        return True
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences that have ended."""
@@ -163,9 +179,9 @@ class DraftLengths:
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
 
     def _cost_of_lookup_row(self, batch: int) -> float:
-        """Cost of verifying one more lookup token, in tokens that the same time gains at the recent speed.
+        """Cost of verifying one more lookup token, in tokens generated in the same time at the recent speed.
 
-        The plan changes too slowly: runs of right tokens come and go.
+        The plan's own speed changes too slowly for short runs of accepted tokens.
         """
         speed = self.ledger.speed(batch)
         if speed is None:
@@ -216,7 +232,7 @@ class DraftLengths:
 
     def _best_branches(self, options: Mapping[int, DraftOptions], sequences: int, max_branches: int) -> BranchPlan:
         """The fastest plan for branches; empty if drafting before the verification, or not at all, is as fast."""
-        drafting = [i for i, option in options.items() if option.can_use_model]
+        drafting = [i for i, option in options.items() if option.can_use_model and option.can_branch]
         if not drafting or not max_branches or self._is_new:
             return BranchPlan()
         rate = sum(map(self.acceptance.rate, drafting)) / len(drafting)
@@ -227,9 +243,9 @@ class DraftLengths:
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
-        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of the lookup."""
+        """Draft branches. Verify the profitable tokens of the matching branch, or the lookup if no branch matches."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
-        if not options.can_use_model:
+        if not options.can_use_model or not options.can_branch:
             return plan
         length = max(1, profitable_length(rate, [branches.row] * branches.length))
         num_draft_tokens = min(length, options.max_num_draft_tokens)
@@ -239,7 +255,7 @@ class DraftLengths:
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
     def _best_plan(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
-        """The fastest plan, assuming that lookups keep drafting for the same sequences as in the last round."""
+        """Return the fastest plan, assuming that lookups draft for the same sequences as in the last round."""
         lookups = {
             i: min(self._num_lookup_tokens.get(i, 0), len(option.lookup.token_ids)) for i, option in options.items()
         }
@@ -262,7 +278,7 @@ class DraftLengths:
         If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. So
         does the round that verifies an own draft.
         """
-        num_branches = min(2, max_branches)
+        num_branches = min(2, max_branches) * all(option.can_branch for option in options.values())
         is_own = self.costs.has_own_draft
         takes_two = num_branches > 0 or is_own
         if takes_two and (again := [i for i in tried_last if options[i].can_use_model]):
@@ -276,6 +292,8 @@ class DraftLengths:
         if not self._has_model:
             self._trial_in = 0
         if lags := {i: option.draft_lag for i, option in idle.items() if option.has_model}:
+            if min(lags.values()) > SMALL_LAG:  # one draft represents all of them
+                lags = {i: lag for i, lag in lags.items() if idle[i].is_main} or lags
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.
             tried = [i for i, lag in lags.items() if lag <= min_lag + 1][: None if min_lag <= SMALL_LAG else 1]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from specpool.distill.replay import Prediction
 from specpool.drafting.draft_models import DraftModel
-from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup
-from specpool.protocol.rounds import LOOKUP_FACTOR, ItemStatus, Proposal
+from specpool.drafting.plans import MAX_DRAFT_LAG, NO_LOOKUP, DraftMethod, DraftPlan, Lookup, max_lookup_tokens
+from specpool.protocol.rounds import ItemStatus, Proposal
 from specpool.protocol.sampling import SamplingParams
 
 WRONG = -1
@@ -56,7 +56,7 @@ class Sequence:
     pending_ids: tuple[int, ...] = ()
     """Tokens of a round whose result the coordinator does not know yet."""
     num_pending_tokens: int = 0
-    """Tokens that this round yields if its draft tokens are accepted."""
+    """Tokens that the pending round yields if its draft tokens are accepted."""
 
     @property
     def prompt_length(self) -> int:
@@ -81,7 +81,7 @@ class Sequence:
     @property
     def max_num_lookup_tokens(self) -> int:
         left = self.max_length - len(self.token_ids) - self.num_pending_tokens - 1
-        return max(0, min(LOOKUP_FACTOR * self.request.num_speculative_tokens, left))
+        return max(0, min(max_lookup_tokens(self.request.num_speculative_tokens), left))
 
     def following(self, num_tokens: int) -> tuple[int, ...]:
         """Return the target's next tokens."""

@@ -108,8 +108,8 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UseTokenizer(self, request, context):
-        """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
-        that name the translation. Can be repeated.
+        """Passes the target's tokenizer to the worker if it differs from the draft's. The worker then translates tokens in
+        rounds that name the translation. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,8 +56,8 @@ class DraftWorkerServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     UseTokenizer: _grpc.UnaryUnaryMultiCallable[_draft_worker_pb2.UseTokenizerRequest, _draft_worker_pb2.UseTokenizerResponse]
-    """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
-    that name the translation. Can be repeated.
+    """Passes the target's tokenizer to the worker if it differs from the draft's. The worker then translates tokens in
+    rounds that name the translation. Idempotent.
     """
     WatchStartup: _grpc.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]
     """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
@@ -89,8 +89,8 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     UseTokenizer: _aio.UnaryUnaryMultiCallable[_draft_worker_pb2.UseTokenizerRequest, _draft_worker_pb2.UseTokenizerResponse]  # type: ignore[assignment]
-    """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
-    that name the translation. Can be repeated.
+    """Passes the target's tokenizer to the worker if it differs from the draft's. The worker then translates tokens in
+    rounds that name the translation. Idempotent.
     """
     WatchStartup: _aio.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]  # type: ignore[assignment]
     """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
@@ -149,8 +149,8 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_worker_pb2.UseTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_worker_pb2.UseTokenizerResponse, _abc.Awaitable[_draft_worker_pb2.UseTokenizerResponse]]:
-        """Gives the worker the target's tokenizer if it differs from the draft's. The worker then translates tokens in rounds
-        that name the translation. Can be repeated.
+        """Passes the target's tokenizer to the worker if it differs from the draft's. The worker then translates tokens in
+        rounds that name the translation. Idempotent.
         """
 
     @_abc_1.abstractmethod

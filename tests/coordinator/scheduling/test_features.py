@@ -11,7 +11,7 @@ from coordinator.scheduling.features import (
     limit_verify_items,
 )
 from specpool.protocol.features import MAX_FEATURE_BYTES, FeatureSpec, WantedFeatures
-from specpool.protocol.rounds import LOOKUP_FACTOR, MAX_DRAFT_TOKENS, ProposeItem, VerifyItem
+from specpool.protocol.rounds import MAX_LOOKUP_TOKENS, ProposeItem, VerifyItem
 
 SPEC = FeatureSpec((1, 2), 2)
 WINDOW = 5
@@ -34,7 +34,7 @@ def test_store_returns_the_states_of_the_positions_asked_for(steps: list[tuple[i
     for skipped, added, is_read in steps:
         begin, end = end + skipped, end + skipped + added
         store.add(rows(begin, end), end)
-        assert store.first >= end - WINDOW - LOOKUP_FACTOR * MAX_DRAFT_TOKENS
+        assert store.first >= end - WINDOW - MAX_LOOKUP_TOKENS
         assert store.first <= store.first_unread <= end
         assert store.first == end or not skipped or store.first == begin
         length = end + 1  # the last token has no state yet

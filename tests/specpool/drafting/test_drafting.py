@@ -15,7 +15,7 @@ from specpool.drafting.draft_lengths import PLAN_ROUNDS, STATES_BEFORE_TRIAL
 from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.outcome import DraftCall, RoundOutcome, draft_steps
-from specpool.drafting.plans import NO_LOOKUP, DraftMethod, DraftPlan, Lookup
+from specpool.drafting.plans import NO_LOOKUP, DraftMethod, DraftPlan, Lookup, max_lookup_tokens
 from specpool.drafting.sequences import DraftWorker
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -185,6 +185,11 @@ def test_prompt_lookup_replaces_a_failed_draft() -> None:
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (5, 7), 4)])
     assert (commit.drafted, commit.accepted, commit.method) == (2, 1, DraftMethod.NGRAM)
     assert commit.lookup == lookup
+
+
+@pytest.mark.parametrize(("k", "expected"), [(0, 0), (4, 8), (16, 32), (20, 32), (1024, 1024)])
+def test_lookups_may_be_longer_than_drafts_of_the_model(k: int, expected: int) -> None:
+    assert max_lookup_tokens(k) == expected
 
 
 # --- Learning
