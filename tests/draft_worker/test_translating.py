@@ -1,4 +1,4 @@
-"""Rounds in the target's tokens, served by a draft with the same weights and other token ids."""
+"""Rounds in the target's tokens, served by a draft with the same weights but different token ids."""
 
 import re
 import sys
@@ -45,7 +45,7 @@ def permuted(tiny_pair: tuple[Path, Path], tmp_path: Path) -> Rounds:
     return Rounds(TranslatingProposer(engine), files_of(byte_tokenizer()), VOCAB_SIZE)
 
 
-def test_drafts_are_those_of_the_same_model(permuted: Rounds, tiny_pair: tuple[Path, Path]) -> None:
+def test_drafts_equal_those_without_translation(permuted: Rounds, tiny_pair: tuple[Path, Path]) -> None:
     same = Proposer(load_engine(tiny_pair[0], exact=False))
     item = ProposeItem(1, 0, tuple(PROMPT), num_draft_tokens=4, min_chance=1e-9)
     ((expected,),) = same.propose([ProposeRound("c", 1, [item])])
@@ -100,7 +100,7 @@ def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> No
         rounds.propose(0, [4] * 65)
 
 
-def test_translations_are_kept_while_they_are_used() -> None:
+def test_translations_are_kept_while_in_use() -> None:
     now = 0.0
     translations = Translations(files_of(byte_level(300)), 300, lambda: now, vet=lambda files, vocab_size: None)
     ids = [translations.use(files_of(byte_level(size)), size)[0] for size in range(310, 310 + MAX_TRANSLATIONS)]
@@ -118,7 +118,7 @@ def test_translations_are_kept_while_they_are_used() -> None:
             translations.get(translation_id)
 
 
-def test_refusals_are_remembered_but_make_room() -> None:
+def test_refusals_make_room_for_other_tokenizers() -> None:
     translations = Translations(files_of(byte_level(300)), 300, vet=lambda files, vocab_size: None)
     for size in range(2 * MAX_TRANSLATIONS):
         translation_id, reason = translations.use(TokenizerFiles(b"{}" + b" " * size, "", {}, ()), 300)
@@ -131,7 +131,7 @@ def refusal(tokenizer_json: bytes) -> str:
     return str(Translations(files_of(byte_level(300)), 300).use(TokenizerFiles(tokenizer_json, "", {}, ()), 300)[1])
 
 
-def test_a_process_with_limits_reads_the_tokenizer_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizers_are_vetted_in_a_limited_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(b"{}").startswith("it cannot be read")
     whole = files_of(byte_level(300)).tokenizer_json
     assert refusal(whole).startswith("Translation(")

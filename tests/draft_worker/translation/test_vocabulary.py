@@ -1,4 +1,4 @@
-"""Tokens as bytes, for every kind of tokenizer, and the encoding of bytes."""
+"""Tokens as bytes and encoding of bytes, for every kind of tokenizer."""
 
 import json
 from functools import cache
@@ -22,7 +22,7 @@ _vocabulary = cache(vocabulary_of)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["small", "large", "bpe", "unigram"])
 @settings(deadline=None, max_examples=40)
 @given(pieces=st.lists(PIECES, max_size=12), cut=st.integers(0, 3))
-def test_tokens_of_any_bytes_have_these_bytes(tokenizer: Tokenizer, pieces: list[str], cut: int) -> None:
+def test_encoding_preserves_all_bytes(tokenizer: Tokenizer, pieces: list[str], cut: int) -> None:
     vocabulary, text = _vocabulary(tokenizer), "".join(pieces).encode()
     text = text[: max(0, len(text) - cut)]
     token_ids = vocabulary.encode(text)

@@ -58,7 +58,7 @@ class Result:
     messages: int = 0
     virtual_seconds: float = 0.0
     seconds: Counter[str] = field(default_factory=Counter)
-    """Duration of requests by client."""
+    """Total duration of requests, by client."""
     ends: Counter[str] = field(default_factory=Counter)
     audits: Counter[str] = field(default_factory=Counter)
     """Results of audits."""
