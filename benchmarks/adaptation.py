@@ -38,11 +38,15 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--num-prompts", type=whole(64, 10_000), default=400, help="prompts to record the answers of")
-    parser.add_argument("--held-out", type=whole(1, 10_000), default=80, help="further prompts, to measure with")
+    parser.add_argument(
+        "--num-prompts", type=whole(64, 10_000), default=400, help="number of prompts whose answers to record"
+    )
+    parser.add_argument("--held-out", type=whole(1, 10_000), default=80, help="number of further prompts to measure")
     parser.add_argument("--max-tokens", type=whole(8, 1000), default=96, help="maximum tokens of an answer")
-    parser.add_argument("--epochs", type=real(0.01, 100), default=4.0, help="passes of the training over the answers")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the training")
+    parser.add_argument("--epochs", type=real(0.01, 100), default=4.0, help="training passes over the answers")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="precision of the training"
+    )
     parser.add_argument("--output", type=output_folder, help="folder for the recording, the draft and the result")
     options = parser.parse_args()
     prompts = domain_prompts()

@@ -20,12 +20,12 @@ def read_shares(shares: str) -> dict[str, float]:
         except ValueError:
             share = nan
         if not name or not 0 <= share <= 1:
-            raise ValueError(f"{entry} is no share: use NAME=SHARE, with a share from 0 to 1")
+            raise ValueError(f"{entry} is not NAME=SHARE with a share from 0 to 1")
         if name in read:
             raise ValueError(f"{name} is listed twice")
         read[name] = share
     if sum(read.values()) > 1 + ROUNDING:
-        raise ValueError(f"the shares add up to {sum(read.values()):g}, which exceeds 1")
+        raise ValueError(f"shares add up to {sum(read.values()):g}; the maximum is 1")
     return read
 
 

@@ -95,7 +95,7 @@ class Recorder:
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
             if self._thread.is_alive():
-                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
+                log.warning("failed to write the last recorded answers within %g s", CLOSE_SECONDS)
 
     def _run(self) -> None:
         self._try(None)
@@ -124,7 +124,7 @@ class Recorder:
             self._fails_until = time.monotonic() + RETRY_SECONDS
             return False
         if self._fails_until is not None:
-            log.info("recording answers again")
+            log.info("recording resumed")
             self._fails_until = None
         return True
 

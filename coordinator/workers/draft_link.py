@@ -89,10 +89,10 @@ class DraftLink(WorkerLink):
         found = await self._use_tokenizer(info, files, target.vocab_size)
         if found.refusal:
             reason = f"the draft {info.model} uses a different tokenizer than the target {target.model}"
-            raise MismatchError(f"{reason}, which it cannot translate: {shortened(found.refusal)}")
+            raise MismatchError(f"{reason}, which its worker cannot translate: {shortened(found.refusal)}")
         self._translation_id = found.translation_id
         share = f"{100 * found.vocabulary_coverage:.0f}% of the target's vocabulary"
-        note = f"translates tokens ({found.method}), since it has {share}"
+        note = f"translates tokens ({found.method}): the draft has {share}"
         log.info("the draft worker at %s %s", self.address, note)
         return replace(
             info,

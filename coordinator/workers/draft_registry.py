@@ -65,7 +65,7 @@ class DraftRegistry:
             if name != base and name != model.name and model.key in used:
                 other = taken[base].key[1]
                 log.warning(
-                    "draft workers named %s have different weights, %s and %s; the latter are the draft %s",
+                    "draft workers named %s have different weights (%s and %s); treating the latter as draft %s",
                     *(base, other, fingerprint, name),
                 )
             model.name = name

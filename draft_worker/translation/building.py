@@ -34,8 +34,8 @@ def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) ->
     measured = [(translation, fidelity(translation)) for translation in methods]
     best, measure = measured[0] if coverage >= EQUAL_COVERAGE else max(measured, key=lambda each: each[1])
     if measure < MIN_FIDELITY:
-        reason = f"a perfect draft would propose only {measure:.0%} of the target's tokens"
-        raise UnsupportedTokenizerError(f"{reason}; at least {MIN_FIDELITY:.0%} are needed")
+        reason = f"even a perfect draft would get only {measure:.0%} of its tokens accepted"
+        raise UnsupportedTokenizerError(f"{reason}; the minimum is {MIN_FIDELITY:.0%}")
     return best, measure
 
 

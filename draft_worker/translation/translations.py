@@ -94,7 +94,7 @@ class Translations:
             return
         free = (each for each, entry in self._entries.items() if isinstance(entry.result, str) or self._is_idle(entry))
         if (oldest := next(free, None)) is None:
-            raise UnavailableError(f"{MAX_TRANSLATIONS} translations are in use, the maximum")
+            raise UnavailableError(f"all {MAX_TRANSLATIONS} translations are in use")
         del self._entries[oldest]
 
     def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
@@ -106,8 +106,8 @@ class Translations:
             log.warning("cannot translate between the tokenizers: %s", error)
             return str(error)
         log.info(
-            "translating the tokens of another tokenizer (%s): the draft has %.0f%% of the target's tokens, and a "
-            "perfect draft would get %.0f%% accepted; prepared in %.1f s",
+            "translating tokens (%s): the draft has %.0f%% of the target's vocabulary, and a perfect draft would get "
+            "%.0f%% of its tokens accepted; prepared in %.1f s",
             translation.method, 100 * translation.coverage, 100 * fidelity, time.perf_counter() - began,
         )  # fmt: skip
         return translation

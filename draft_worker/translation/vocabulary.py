@@ -131,7 +131,7 @@ def _bytes_of(token: str, kinds: list[str]) -> bytes:
         return bytes([BYTE_TOKENS[token]])
     if "Metaspace" in kinds or "Replace" in kinds:
         return token.replace(METASPACE, " ").encode(errors="replace")
-    raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not give the bytes of tokens")
+    raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not map tokens to bytes")
 
 
 def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:

@@ -58,10 +58,10 @@ class GenerateSettings(Settings, ClientSecurity):
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
     draft_method: DraftMethod | None = Field(
-        None, description="model, ngram, suffix, prediction, or best of all; default: the server's"
+        None, description="model, ngram, suffix, prediction, or best, the most promising one; default: the server's"
     )
     prediction: Path | None = Field(
-        None, description="file with a text that the answer probably repeats in large part, for prompts without one"
+        None, description="file with a text that the answer probably repeats; --prompts can override it per line"
     )
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
     top_p: float | None = Field(None, description="sample from the top tokens with this cumulative probability")

@@ -137,8 +137,8 @@ def _draft_line(draft: Draft) -> Text:
     """Format a draft model on one line."""
     share = f": {_percent(draft.share)} of new samples, {_percent(draft.acceptance_rate)} accepted"
     gain = UNDEFINED if draft.gain is None else f"{draft.gain:.2f}x"
-    rounds = f", {_length(draft.tokens_per_round)} tokens per round, {gain}"
-    return Text.assemble((clean(draft.name), "bold"), share, rounds, no_wrap=True, overflow="ellipsis")
+    rounds = f", {_length(draft.tokens_per_round)} tokens per round, gain {gain}"
+    return Text.assemble((f"draft {clean(draft.name)}", "bold"), share, rounds, no_wrap=True, overflow="ellipsis")
 
 
 def _detailed_worker(worker: Worker) -> RenderableType:

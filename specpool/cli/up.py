@@ -17,7 +17,7 @@ from specpool.cli.preflight import check_services, health_check_security, own_na
 from specpool.cli.processes import ProcessFailedError, Service, arguments_of, kill, require_torch
 from specpool.cli.up_http import api_url, http_services
 from specpool.cli.up_security import SecureUpSettings
-from specpool.cli.up_settings import COORDINATOR, CPU, ENGINE, UpSettings
+from specpool.cli.up_settings import CANARY, COORDINATOR, CPU, CURRENT, ENGINE, UpSettings
 from specpool.engine.config.device_names import may_be_gpu
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
@@ -31,7 +31,6 @@ from specpool.rpc.security.settings import ServerSecurity
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
 """Settings of the carried draft, which target workers take under the same names."""
-CANARY = "canary"
 LIKE = {"standby": "target", CANARY: "draft"}
 """Roles that share the settings of another role."""
 UNNUMBERED = {"target worker", "draft worker"}
@@ -83,7 +82,7 @@ def _addresses(workers: Mapping[str, list[Service]]) -> dict[str, str]:
     """Return the coordinator's address settings. With a canary, the draft workers are named after their drafts."""
     addresses = {role: [worker.address for worker in each] for role, each in workers.items()}
     if (canary := addresses.pop(CANARY, None)) is not None:
-        named = {"current": addresses["draft"], CANARY: canary}
+        named = {CURRENT: addresses["draft"], CANARY: canary}
         addresses["draft"] = [f"{name}={address}" for name, each in named.items() for address in each]
     names = {"standby": "target_standby"}
     return {f"{names.get(role, role)}_address": ",".join(each) for role, each in addresses.items()}

@@ -37,7 +37,7 @@ def read_recording(folder: Path, fingerprint: str, vocab_size: int, count: int) 
     if len(answers) < MIN_ANSWERS:
         raise ValueError(f"{folder} has {len(answers)} distinct answers, but training needs at least {MIN_ANSWERS}")
     if (largest := max(max(answer.token_ids) for answer in answers)) >= vocab_size:
-        raise ValueError(f"{folder} has token id {largest}, beyond the target's {vocab_size} tokens")
+        raise ValueError(f"{folder} has token id {largest}, but the target has only {vocab_size} tokens")
     return answers
 
 
@@ -56,7 +56,7 @@ def _newest_first(paths: Iterable[Path], fingerprint: str) -> Iterator[RecordedA
         else:
             left_out += len(answers)
     if left_out:
-        console.print(f"leaving out {left_out:,} answers, which a target with other weights gave earlier")
+        console.print(f"ignoring {left_out:,} answers of a target with other weights")
 
 
 def _distinct(answers: Iterable[RecordedAnswer]) -> Iterator[RecordedAnswer]:

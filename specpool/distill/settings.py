@@ -31,7 +31,7 @@ class DistillSettings(Settings):
     recording: Path | None = Field(
         None,
         alias="from",
-        description="train on the answers that a coordinator recorded in this directory, and generate no dialogues; "
+        description="train on answers that a coordinator recorded in this directory, instead of generating dialogues; "
         "--dialogues limits their number, newest first",
     )
     held_out: int = Field(

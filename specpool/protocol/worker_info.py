@@ -155,7 +155,7 @@ def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo, *, translates: bool = 
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         differ = f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
         if features is not None:
-            return f"{differ}, and reads its hidden states, which have no translation"
+            return f"{differ} and reads hidden states, which cannot be translated"
         return None if translates else f"{differ}; {TRANSLATE}"
     if features is None:
         return None

@@ -79,7 +79,7 @@ def check_pair(
     if not translates:
         check_same_tokenizer(target, draft, TRANSLATE, names)
     elif features is not None:
-        check_same_tokenizer(target, draft, "hidden states have no translation", names)
+        check_same_tokenizer(target, draft, "hidden states cannot be translated", names)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
         return  # loading says what is wrong
     reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))

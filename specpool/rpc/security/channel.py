@@ -87,7 +87,7 @@ def check_named_addresses(addresses: str, port: int) -> str:
     entries = split_named(addresses)
     for name, address in entries:
         if address.startswith("=") or (name and not _NAME.fullmatch(name)):
-            raise ValueError(f"{name!r} is no name: use up to 32 letters, digits, '.', '_' and '-'")
+            raise ValueError(f"invalid draft name {name!r}: use up to 32 letters, digits, '.', '_' and '-'")
     check_addresses(",".join(address for _, address in entries), port)
     return ",".join(f"{name}={address}" if name else address for name, address in entries)
 
