@@ -61,7 +61,8 @@ class Translations:
             if (known := self._entries.get(translation_id)) is None:
                 self._make_room()
                 known = self._entries[translation_id] = _Entry(self._build(target, vocab_size), 0.0)
-            self._touch(translation_id, known)
+            known.used = self._clock()
+            self._entries.move_to_end(translation_id)
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
@@ -80,10 +81,6 @@ class Translations:
                     del self._entries[translation_id]
             finally:
                 self._lock.release()
-
-    def _touch(self, translation_id: str, entry: _Entry) -> None:
-        entry.used = self._clock()
-        self._entries.move_to_end(translation_id)
 
     def _is_idle(self, entry: _Entry) -> bool:
         return self._clock() - entry.used > IDLE_SECONDS

@@ -118,7 +118,7 @@ async def test_serving_continues_with_a_full_disk(
         await served.expect(make_request([5], 5))
         assert await settled(served, 6) == {"disk_error": 6}  # not retried for each answer
         assert served.process.coordinator.recorder is not None
-        served.process.coordinator.recorder._fails_until = 0.0
+        served.process.coordinator.recorder._retry_at = 0.0
         last = await served.stub.Generate(make_request([6], 5))
         assert await settled(served, 7) == {"disk_error": 6, "recorded": 1}
         samples = (await scrape(port)).families["specpool:recorded_answers"].samples

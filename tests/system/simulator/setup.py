@@ -1,4 +1,4 @@
-"""What a simulation consists of: workers, settings, and a plain list of events, all drawn from a seed or shrunk."""
+"""Setup of a simulation: workers, settings, and a plain list of events, all drawn from a seed or shrunk."""
 
 from dataclasses import dataclass
 from typing import Any

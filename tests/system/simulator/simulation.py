@@ -46,7 +46,7 @@ TOKENIZER = TokenizerDescription(
 
 @dataclass
 class Result:
-    """What one or more simulations have found."""
+    """Results of one or more simulations."""
 
     number: int = 1
     """Number of simulations."""
