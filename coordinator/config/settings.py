@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
 from coordinator.config.shares import Shares, read_shares
 from coordinator.prompts.chat_formats import AUTO, check_reasoning_tags
@@ -106,13 +106,19 @@ TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
 ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
+def _check_given(path: object) -> object:
+    if path == "":  # as a path, the current directory
+        raise ValueError("must not be empty")
+    return path
+
+
 def _check_folder(path: Path | None) -> Path | None:
     if path is not None and path.exists() and not path.is_dir():
         raise ValueError(f"{path} is not a directory")
     return path
 
 
-RecordFolder = Annotated[Path | None, AfterValidator(_check_folder)]
+RecordFolder = Annotated[Path | None, BeforeValidator(_check_given), AfterValidator(_check_folder)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):

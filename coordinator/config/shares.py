@@ -30,7 +30,8 @@ def read_shares(shares: str) -> dict[str, float]:
 
 
 def _check_shares(shares: str) -> str:
-    read_shares(shares)
+    if not read_shares(shares):
+        raise ValueError("no share is given")
     return shares
 
 

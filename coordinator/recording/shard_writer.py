@@ -62,7 +62,7 @@ class ShardWriter:
         line = answer.encode()
         with self._closing_on_error():
             shard = self._shard
-            if shard is not None and (shard.header != header or self._is_full(shard, len(line))):
+            if shard is not None and (_is_deleted(shard) or shard.header != header or self._is_full(shard, len(line))):
                 self.finish()
             shard = self._shard = self._shard or self._new_shard(header, len(line))
             _write(shard.file, line)
@@ -139,10 +139,15 @@ def _write(file: io.FileIO, line: bytes) -> None:
         line = line[file.write(line) or 0 :]
 
 
+def _is_deleted(shard: _Shard) -> bool:
+    return os.fstat(shard.file.fileno()).st_nlink == 0
+
+
 def _close(shard: _Shard) -> None:
-    """Close a shard, then give it its final name, or remove it if it has no answers."""
+    """Close a shard, then give it its final name, or remove it if it has no answers. It may have been deleted."""
     shard.file.close()
-    if shard.num_bytes > len(shard.header.encode()):
-        shard.path.rename(shard.path.with_name(shard.path.name.removesuffix(UNFINISHED) + FINISHED))
-    else:
-        shard.path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        if shard.num_bytes > len(shard.header.encode()):
+            shard.path.rename(shard.path.with_name(shard.path.name.removesuffix(UNFINISHED) + FINISHED))
+        else:
+            shard.path.unlink()

@@ -133,6 +133,8 @@ class UpSettings(ListeningSettings):
     audit_share: float | None = COORDINATOR["audit_share"]
     record: Path | None = COORDINATOR["record"]
     record_share: float | None = COORDINATOR["record_share"]
+    record_max_bytes: ByteSize = COORDINATOR["record_max_bytes"]
+    record_max_age_seconds: float = COORDINATOR["record_max_age_seconds"]
 
     @field_validator("target_devices", "standby_devices")
     @classmethod
@@ -158,7 +160,9 @@ class UpSettings(ListeningSettings):
         if self.draft_share is not None and self.draft_canary is None:
             raise ValueError("draft_share needs --draft-canary")
         if unknown := read_shares(self.draft_share or "").keys() - {*DRAFT_NAMES}:
-            raise ValueError(f"draft_share: no draft is named {min(unknown)}; use current or canary")
+            raise ValueError(f"draft_share: the drafts are named {CURRENT} and {CANARY}, not {min(unknown)}")
+        if self.record_share is not None and self.record is None:
+            raise ValueError("record_share needs --record, the directory for the answers")
         self._check_ports()
         for role, workers in (("target", self.targets), ("draft", self.draft_workers)):
             if (given := len(getattr(self, f"{role}_device"))) > workers:

@@ -45,7 +45,8 @@ class DistillSettings(Settings):
     initial: Path | None = Field(
         None,
         description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens. "
-        "A feature draft can start from a causal one. Default with --from and the embedded target: the embedded draft",
+        "A feature draft can start from a causal one. Default with --from and the embedded target, unless other "
+        "kind, layers or tokens are given: the embedded draft",
     )
     kind: DraftKind | None = Field(
         None,
@@ -92,7 +93,8 @@ class DistillSettings(Settings):
             return self.initial
         if self.epochs == 0 and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
-        return draft_weights() if self.recording is not None and self.target is None else None
+        begins_anew = self.kind == "causal" or self.model_fields_set & {"layers", "feature_layers", "output_tokens"}
+        return None if self.recording is None or self.target is not None or begins_anew else draft_weights()
 
     @property
     def num_dialogues(self) -> int:

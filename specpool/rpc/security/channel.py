@@ -88,6 +88,8 @@ def check_named_addresses(addresses: str, port: int) -> str:
     for name, address in entries:
         if address.startswith("=") or (name and not _NAME.fullmatch(name)):
             raise ValueError(f"invalid draft name {name!r}: use up to 32 letters, digits, '.', '_' and '-'")
+        if "=" in address and "/" not in address:
+            raise ValueError(f"invalid address {address}: use NAME=HOST:PORT")
     check_addresses(",".join(address for _, address in entries), port)
     return ",".join(f"{name}={address}" if name else address for name, address in entries)
 

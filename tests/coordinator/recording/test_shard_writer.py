@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,15 @@ def test_a_shard_never_mixes_targets_and_a_restart_continues(tmp_path: Path) -> 
         (other, [answer(2)]),
         (HEADER, [answer(3)]),
     ]
+
+
+def test_a_deleted_shard_is_replaced(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "folder", BOUNDS)
+    for number in range(2):
+        writer.append(HEADER, answer(number))
+        assert recorded(tmp_path / "folder") == {answer(number)}
+        shutil.rmtree(tmp_path / "folder")
+    writer.finish()
 
 
 def test_a_full_disk_loses_only_new_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

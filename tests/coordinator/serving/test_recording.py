@@ -183,6 +183,7 @@ async def test_nothing_is_recorded_by_default(tmp_path: Path, monkeypatch: pytes
     [
         ({"record_share": 0.1}, "record_share needs --record"),
         ({"record": __file__}, "test_recording.py is not a directory"),
+        ({"record": ""}, "record\n.* must not be empty"),
         ({"record": ".", "record_share": 0}, "record_share"),
         ({"record": ".", "record_max_bytes": "1MiB"}, "record_max_bytes"),
     ],

@@ -14,7 +14,9 @@ from test_distill_command import run
 
 from specpool.distill import main
 from specpool.distill.recording import MIN_ANSWERS, split
+from specpool.distill.settings import DistillSettings
 from specpool.engine.models.draft_weights import load_trained, save_compact
+from specpool.engine.models.embedded_pair import draft_weights
 from specpool.engine.models.tokenizer import load_tokenizer
 from specpool.protocol.recordings import Header, RecordedAnswer
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -107,3 +109,15 @@ def test_training_never_sees_held_out_clients() -> None:
     apart, others = split(answers, 40)
     assert len(apart) == 40
     assert not {answer.client for answer in apart} & {answer.client for answer in others}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "continues"),
+    [({}, True), ({"kind": "feature"}, True), ({"kind": "causal"}, False), ({"layers": "0"}, False),
+     ({"output_tokens": 512}, False), ({"target": "other"}, False)],
+)  # fmt: skip
+def test_the_embedded_draft_is_continued_unless_another_draft_is_asked_for(
+    chosen: dict[str, Any], continues: bool
+) -> None:
+    settings = DistillSettings(**{"from": "traffic", **chosen})
+    assert settings.draft_to_continue == (draft_weights() if continues else None)
