@@ -96,7 +96,7 @@ async def test_draft_tokens_outside_the_vocabulary_are_dropped() -> None:
 
 
 async def test_a_draft_that_lies_about_its_tokenizer_soon_drafts_little() -> None:
-    """It claims the target's, so nothing is translated, and all of its tokens are wrong."""
+    """The worker claims to have the target's tokenizer, so nothing is translated and all draft tokens are wrong."""
     target = RecordingTarget(pass_seconds=lambda rows: 0.004)
     draft = RecordingDraft(target, acceptance=0.0, pass_seconds=lambda rows: 0.001)
     async with serving(target, draft, num_speculative_tokens=None) as served:

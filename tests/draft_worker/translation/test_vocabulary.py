@@ -58,7 +58,7 @@ def test_tokens_outside_the_models_vocabulary_are_not_used() -> None:
     assert vocabulary.eos_token_ids == (2,)
 
 
-def test_padding_is_no_prefix() -> None:
+def test_padding_does_not_become_a_prefix() -> None:
     padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     padded = description(padding=padding | {"pad_type_id": 0, "pad_token": "<eos>"})
     assert Vocabulary.read(TokenizerFiles(padded, "", {"bos_token": "<eos>"}, ()), 300).prefix == ()
@@ -88,7 +88,7 @@ def replacing(pattern: object, content: str, count: int = 1) -> object:
 
 
 def charsmap(size: int) -> str:
-    """Return a SentencePiece map with an empty trie and one normalized text of this size."""
+    """Return a SentencePiece map with an empty trie and one normalized text of `size` bytes."""
     return base64.b64encode(bytes(4) + b"a" * size + b"\0").decode()
 
 

@@ -36,7 +36,7 @@ def header_of(target: Path, **changes: str) -> Header:
 
 
 def record(file: Path, header: Header, answers: list[tuple[int, ...]]) -> Path:
-    """Write a shard. Return its folder."""
+    """Write a shard. Return the folder."""
     file.parent.mkdir(exist_ok=True)
     clients = ("anne", "bob", "carol", "dave")
     lines = [RecordedAnswer(clients[i % 4], answer).encode() for i, answer in enumerate(answers)]
