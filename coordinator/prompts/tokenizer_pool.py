@@ -64,7 +64,7 @@ class _Request:
     seconds: float = 0.0
     """Processor time of a later stage."""
     first_worker: str = "the tokenizer"
-    """What to blame if the first stage ends the process."""
+    """Cause to report if the first stage ends the process."""
 
 
 @dataclass(frozen=True)

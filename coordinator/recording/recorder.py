@@ -63,7 +63,7 @@ class Recorder:
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._offered = self._taken = 0
         """Tokens that the event loop has queued, and that the thread has finished."""
-        self._fails_until: float | None = None
+        self._retry_at: float | None = None
         """When to try the disk again after a failure."""
         self._thread = Thread(target=self._run, name="recorder", daemon=True)
 
@@ -112,20 +112,20 @@ class Recorder:
 
     def _try(self, waiting: _Waiting | None) -> bool:
         """Enforce the bounds, and write an answer if given. Return whether both succeeded. Warn once per outage."""
-        if self._fails_until is not None and time.monotonic() < self._fails_until:
+        if self._retry_at is not None and time.monotonic() < self._retry_at:
             return False
         try:
             self._shards.tick()
             if waiting is not None:
                 self._shards.append(waiting.header, RecordedAnswer(waiting.client, tuple(waiting.token_ids)))
         except OSError as error:
-            if self._fails_until is None:
+            if self._retry_at is None:
                 log.warning("recording answers failed (%s); retrying every %g s", error, RETRY_SECONDS)
-            self._fails_until = time.monotonic() + RETRY_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             return False
-        if self._fails_until is not None:
+        if self._retry_at is not None:
             log.info("recording resumed")
-            self._fails_until = None
+            self._retry_at = None
         return True
 
     def _finish(self) -> None:

@@ -60,7 +60,7 @@ class ShardWriter:
     def append(self, header: Header, answer: RecordedAnswer) -> None:
         """Append an answer from the target that `header` describes."""
         line = answer.encode()
-        with self._abandoning():
+        with self._closing_on_error():
             shard = self._shard
             if shard is not None and (_is_deleted(shard) or shard.header != header or self._is_full(shard, len(line))):
                 self.finish()
@@ -70,7 +70,7 @@ class ShardWriter:
 
     def tick(self) -> None:
         """Finish the current shard if it is old, and delete expired ones. Call often."""
-        with self._abandoning():
+        with self._closing_on_error():
             if self._shard is not None and self._is_old(self._shard.began):
                 self.finish()
             if self._searched is None or self._is_old(self._searched):
@@ -79,7 +79,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Give the current shard its final name."""
         if (shard := self._shard) is not None:
-            with self._abandoning():
+            with self._closing_on_error():
                 os.fsync(shard.file.fileno())
                 self._shard = None
                 _close(shard)
@@ -114,7 +114,7 @@ class ShardWriter:
         self._searched = time.monotonic()
 
     @contextmanager
-    def _abandoning(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Iterator[None]:
         """Close the current shard on failure. Its complete lines stay readable."""
         try:
             yield
@@ -144,7 +144,7 @@ def _is_deleted(shard: _Shard) -> bool:
 
 
 def _close(shard: _Shard) -> None:
-    """Close a shard, then give it its final name, or remove it if it has no answers. It may have been deleted."""
+    """Close a shard, then rename it, or remove it if it has no answers. Its file may have been deleted."""
     shard.file.close()
     with contextlib.suppress(FileNotFoundError):
         if shard.num_bytes > len(shard.header.encode()):

@@ -1,4 +1,4 @@
-"""What a running round consists of: its state, its durations, and the slots that leaving sequences free."""
+"""State of a running round: its progress, its durations, and the slots that leaving sequences free."""
 
 import asyncio
 import copy
@@ -29,7 +29,7 @@ from specpool.protocol.worker_info import WorkerInfo
 
 @dataclass(frozen=True)
 class Shared:
-    """What the rounds of all windows share."""
+    """State shared by the rounds of all windows."""
 
     settings: CoordinatorSettings
     queue: RequestQueue

@@ -28,7 +28,7 @@ class Answer:
     """The tokens that a sample got, packed, and all that they depend on."""
 
     request: GenerationRequest
-    """Without its prompt and prediction."""
+    """The request without prompt and prediction."""
     prompt_ids: "array[int]"
     token_ids: "array[int]"
 

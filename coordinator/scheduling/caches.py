@@ -1,4 +1,4 @@
-"""What a worker has cached of a sequence, and the rounds in flight that will change it. Pure.
+"""Cached positions of a sequence in a worker, and the rounds in flight that will change them. Pure.
 
 Rounds and windows report events. Only this module changes the numbers.
 """

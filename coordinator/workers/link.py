@@ -45,7 +45,7 @@ class WorkerLink:
     """Base class of the links to both workers. `keep_connected` runs beside the calls and maintains `state`."""
 
     role: str
-    """What the log calls the worker."""
+    """Name of the worker's role in logs."""
     _unknown_times: Mapping[int, float]
     """Default seconds by rows, for a worker without measurements."""
 

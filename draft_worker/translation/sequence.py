@@ -9,7 +9,7 @@ BORDER_DISTANCE = 16
 """Minimum number of target tokens between two remembered borders."""
 MAX_CHARACTER_BYTES = 4
 MAX_TEXT_BYTES = 512
-"""Maximum bytes of text to encode together, except up to the end of a token and character, or twice as many."""
+"""Bytes of text after which to end an encoding at the next boundary of a token and character, up to twice as many."""
 
 
 class TranslatedSequence:

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 MAX_TRANSLATIONS = 4
 """Maximum number of translations and remembered refusals together. A translation takes up to about 100 MiB."""
 IDLE_SECONDS = 3600.0
-"""Translations that no round has used for this long are freed. Their coordinators ask again."""
+"""Idle time after which a translation is freed. Its coordinator then asks again."""
 MIN_IDLE_SECONDS = 60.0
-"""The same, if another coordinator needs the place."""
+"""Idle time after which a translation is freed if another coordinator needs room."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Entry:
 
 
 class Translations:
-    """Builds and keeps translations."""
+    """Builds and caches translations."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Translations:
         return _read("draft", self._files, self._vocab_size)
 
     async def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
-        """Return the id of the translation for a target's tokenizer, and the translation or why there is none.
+        """Return the id of the translation for a target's tokenizer, and the translation or the reason for refusing it.
 
         The first call for a tokenizer takes seconds. Raises UnavailableError if too many translations are in use.
         """
         translation_id = _id_of(target, vocab_size)
-        async with self._building:  # one at a time: others wait
+        async with self._building:  # builds one translation at a time
             if (known := self._entries.get(translation_id)) is None:
                 self._make_room()
                 known = _Entry(await self._build(target, vocab_size), self._clock())
@@ -78,7 +78,7 @@ class Translations:
         return entry.result
 
     def expire(self) -> None:
-        """Free the translations that are not in use, any thread."""
+        """Free idle translations. Thread-safe."""
         with self._lock:
             for translation_id in [each for each, entry in self._entries.items() if self._idle(entry) > IDLE_SECONDS]:
                 del self._entries[translation_id]
@@ -87,14 +87,14 @@ class Translations:
         return self._clock() - entry.used
 
     def _make_room(self) -> None:
-        """Free a refusal or else an idle translation if there are too many."""
+        """If full, remove a refusal or else an idle translation. Raises UnavailableError if there is neither."""
         with self._lock:
             if len(self._entries) < MAX_TRANSLATIONS:
                 return
             refusals = {each: entry for each, entry in self._entries.items() if isinstance(entry.result, str)}
             oldest, entry = min((refusals or self._entries).items(), key=lambda item: item[1].used)
             if not refusals and self._idle(entry) <= MIN_IDLE_SECONDS:
-                raise UnavailableError(f"{MAX_TRANSLATIONS} translations are in use, the maximum")
+                raise UnavailableError(f"all {MAX_TRANSLATIONS} translations are in use")
             del self._entries[oldest]
 
     async def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:

@@ -23,7 +23,7 @@ INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
 SECONDS, PATIENCE = 30, 2
 """Processor time, and wall-clock time per second of it."""
 ENCODE_SECONDS = 0.5
-"""Processor time to encode the texts. The model waits for the encoding of texts in rounds."""
+"""CPU time limit for encoding the texts. Rounds wait for such encodings."""
 TEXTS = [SAMPLE.encode(), *(character * 512 for character in (b"a", b" ", b"0", b"\n", b"-"))]
 MEMORY, MEMORY_PER_BYTE = 512 * 2**20, 32
 """Memory limit in bytes, and its growth per byte of the tokenizer."""

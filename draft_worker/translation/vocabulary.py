@@ -17,9 +17,9 @@ MAX_DEPTH = 8
 """Maximum depth of nested decoders, normalizers and pre-tokenizers."""
 MAX_TOKEN_BYTES = 1024
 MAX_ENTRIES = 2**20
-"""Maximum number of tokens and merges. Reading more takes seconds, in which no other thread runs."""
+"""Maximum number of tokens and merges. Reading more blocks all threads for seconds."""
 MAX_GROWTH = 256
-"""How many times longer a normalizer may make a text."""
+"""Maximum factor by which normalizers may lengthen a text."""
 METASPACE = "▁"
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
@@ -35,10 +35,10 @@ class UnsupportedTokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's tokens, without those outside the model's vocabulary."""
+    """The tokens of a tokenizer that are in the model's vocabulary."""
 
     vocab_size: int
-    """The model's, often larger or smaller than the tokenizer's."""
+    """Vocabulary size of the model, which may differ from the tokenizer's."""
     texts: dict[int, bytes]
     """Bytes of each token, except special tokens."""
     special_ids: dict[str, int]
@@ -82,7 +82,7 @@ class Vocabulary:
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens of a text that continues another one.
 
-        Invalid UTF-8, and text that the tokenizer rejects, becomes tokens of single bytes.
+        Invalid UTF-8 and text that the tokenizer rejects become single-byte tokens.
         """
         token_ids: list[int] = []
         for valid, invalid in _pieces(text):
@@ -96,7 +96,7 @@ class Vocabulary:
             token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         except (MemoryError, KeyboardInterrupt):
             raise
-        except BaseException:  # the library has no narrower class, and its panics are no exceptions
+        except BaseException:  # panics of the tokenizers library do not derive from Exception
             return self._single(text.encode())
         return [token_id for token_id in token_ids if token_id < self.vocab_size]
 
@@ -181,12 +181,12 @@ def _check_size(model: dict[str, Any]) -> None:
 
 
 def _check_growth(normalizers: list[dict[str, Any]]) -> None:
-    """Raise UnsupportedTokenizerError if normalizers may make a text much longer: a short one could fill the memory."""
+    """Raise UnsupportedTokenizerError if normalizers may lengthen a text so much that it fills the memory."""
     growth = 1
     for step in normalizers:
         if step["type"] == "Replace":
             replaced = step["pattern"].get("String")
-            growth *= max(1, len(step["content"]) + (not replaced))  # other patterns match between characters, too
+            growth *= max(1, len(step["content"]) + (not replaced))  # other patterns also match between characters
         elif step["type"] == "Precompiled":
             charsmap = base64.b64decode(step["precompiled_charsmap"])
             texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]

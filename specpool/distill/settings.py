@@ -93,8 +93,8 @@ class DistillSettings(Settings):
             return self.initial
         if self.epochs == 0 and (self.output / INT8_FILE).is_file():
             return self.output / INT8_FILE
-        begins_anew = self.kind == "causal" or self.model_fields_set & {"layers", "feature_layers", "output_tokens"}
-        return None if self.recording is None or self.target is not None or begins_anew else draft_weights()
+        starts_fresh = self.kind == "causal" or self.model_fields_set & {"layers", "feature_layers", "output_tokens"}
+        return None if self.recording is None or self.target is not None or starts_fresh else draft_weights()
 
     @property
     def num_dialogues(self) -> int:

@@ -111,7 +111,7 @@ class DraftModel:
         self.draft_tokens += drafted
         self.accepted_draft_tokens += accepted
 
-    def try_tokens(self, sequence_id: int, drafted: float, accepted: float) -> tuple[float, float] | None:
+    def add_tokens(self, sequence_id: int, drafted: float, accepted: float) -> tuple[float, float] | None:
         """Record draft tokens of a sequence. Return the sample once it is complete, else None."""
         before = self._open.pop(sequence_id, (0.0, 0.0))
         sample = before[0] + min(drafted, accepted + 1), before[1] + accepted

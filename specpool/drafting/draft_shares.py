@@ -110,7 +110,7 @@ class DraftShares:
 
     def observe(self, model: DraftModel, sequence_id: int, drafted: float, accepted: float) -> None:
         """Record verified draft tokens of a sequence."""
-        if (sample := model.try_tokens(sequence_id, drafted, accepted)) is not None:
+        if (sample := model.add_tokens(sequence_id, drafted, accepted)) is not None:
             self._add(model, sample)
 
     def end(self, model: DraftModel, sequence_ids: Iterable[int]) -> None:

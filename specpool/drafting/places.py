@@ -20,23 +20,10 @@ PRIOR_TOKENS = 6.0
 MAX_TOKENS, MAX_QUALITY_TOKENS = 256.0, 32.0
 
 
-class Quality:
-    """Recent share of right tokens of a sequence."""
-
-    def __init__(self) -> None:
-        self._right, self._all = 1.0, 2.0
-        self.bin = _bin(0.5, QUALITIES)
-
-    def add(self, is_right: bool) -> None:
-        self._right, self._all = self._right + is_right, self._all + 1
-        if self._all > MAX_QUALITY_TOKENS:
-            self._right, self._all = self._right / 2, self._all / 2
-        self.bin = _bin(self._right / self._all, QUALITIES)
-
-
 class _Rate:
-    def __init__(self, first: float) -> None:
-        self._right, self._all = PRIOR_TOKENS * first, PRIOR_TOKENS
+    def __init__(self, first: float, weight: float = PRIOR_TOKENS, max_weight: float = MAX_TOKENS) -> None:
+        """`weight`: of the initial rate `first`, in tokens. `max_weight`: halve all weights above it."""
+        self._right, self._all, self._max_weight = weight * first, weight, max_weight
 
     @property
     def value(self) -> float:
@@ -44,8 +31,20 @@ class _Rate:
 
     def add(self, is_right: bool) -> None:
         self._right, self._all = self._right + is_right, self._all + 1
-        if self._all > MAX_TOKENS:
+        if self._all > self._max_weight:
             self._right, self._all = self._right / 2, self._all / 2
+
+
+class Quality(_Rate):
+    """Recent share of right tokens of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5, 2.0, MAX_QUALITY_TOKENS)
+        self.bin = _bin(self.value, QUALITIES)
+
+    def add(self, is_right: bool) -> None:
+        super().add(is_right)
+        self.bin = _bin(self.value, QUALITIES)
 
 
 class PlaceRates:

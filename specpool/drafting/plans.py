@@ -11,7 +11,7 @@ MAX_DRAFT_LAG = 2
 
 
 class DraftMethod(enum.StrEnum):
-    """Where draft tokens come from. `specpool.v1.DraftMethod` documents the members."""
+    """Source of draft tokens. `specpool.v1.DraftMethod` documents the members."""
 
     MODEL = "model"
     NGRAM = "ngram"

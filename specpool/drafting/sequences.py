@@ -31,7 +31,7 @@ class Request(Protocol):
 
 
 class DraftCache(Protocol):
-    """What the draft worker has cached of a sequence."""
+    """Cached positions of a sequence in the draft worker."""
 
     model: DraftModel | None
     """The draft model assigned to the sequence. None: no model assigned, or there is only one draft."""

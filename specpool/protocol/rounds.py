@@ -33,7 +33,7 @@ class ItemStatus(enum.Enum):
 
 
 class Continuation(NamedTuple):
-    """Where a sequence continues after its last round."""
+    """Position at which a sequence continues after its last round."""
 
     base_length: int
     """Positions that the round kept in the cache."""

@@ -27,7 +27,7 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens."""
+    """Address of a server."""
 
     address: str
     name: str | None = None

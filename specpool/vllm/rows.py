@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Request:
-    """What `specpool.drafting.sequences.Request` asks of every row. The draft worker drafts greedily."""
+    """A `specpool.drafting.sequences.Request` for all rows. The draft worker drafts greedily."""
 
     num_speculative_tokens: int
     method: DraftMethod = DraftMethod.BEST
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(eq=False)
 class DraftCache:
-    """What the draft worker has cached of a sequence."""
+    """Cached positions of a sequence in the draft worker."""
 
     num_cached_tokens: int = 0
     model: DraftModel | None = None

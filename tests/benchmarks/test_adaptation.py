@@ -1,11 +1,11 @@
-"""The adaptation of a draft: its prompts, and its measures."""
+"""The adaptation benchmark: prompts and measurements."""
 
 from benchmarks.adaptation import acceptance
 from benchmarks.domain import domain_prompts
 from specpool.v1 import generation_pb2 as pb
 
 
-def test_prompts_are_distinct_and_always_the_same() -> None:
+def test_prompts_are_distinct_and_deterministic() -> None:
     prompts = domain_prompts()
     assert len(set(prompts)) == len(prompts) == 640
     assert prompts == domain_prompts() != sorted(prompts)

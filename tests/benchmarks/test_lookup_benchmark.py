@@ -1,4 +1,4 @@
-"""The benchmark of lookups on made-up answers, and its trace of an agent."""
+"""The lookup benchmark on synthetic answers, and its agent trace."""
 
 from benchmarks.agent_trace import agent_texts
 from benchmarks.lookup import ALL, MULTI_TURN, group_of, replay, summary

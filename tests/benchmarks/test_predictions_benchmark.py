@@ -1,4 +1,4 @@
-"""The benchmark of predictions: its edits, and what each kind is compared with."""
+"""The benchmark of predictions: edits, and comparison with a baseline."""
 
 from difflib import SequenceMatcher
 

@@ -1,4 +1,4 @@
-"""A canary of the draft in the Helm chart: a second draft with workers and a Service of its own."""
+"""The draft canary in the Helm chart: a second draft with its own workers and Service."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def with_canary(values: str = "", *arguments: str) -> list[Manifest]:
     return template(*arguments, "--set", f"{VALUES},{values}")
 
 
-def test_a_canary_differs_from_the_draft_only_where_told() -> None:
+def test_a_canary_inherits_the_settings_of_the_draft() -> None:
     given = "draft.priorityClassName=low,draft.settings.max_sequences=8,draft.settings.log_level=debug,draft.gpus=1"
     own = "draft.canary.settings.max_sequences=4,draft.canary.gpus=0,draft.canary.device=cpu"
     manifests = with_canary(f"{given},{own},draft.canary.resources.limits.memory=1Gi")
@@ -45,7 +45,7 @@ def test_every_cell_has_its_own_canary() -> None:
 
 @pytest.mark.parametrize("cells", [1, 3])
 def test_rollout_and_withdrawal_restart_no_other_pod(cells: int) -> None:
-    """Only the canary's own pods change between no canary workers, one model and another."""
+    """Starting, replacing or removing canary workers changes only their own pods."""
     states = [
         with_canary(f"cells={cells},{changes}")
         for changes in ("draft.canary.replicas=0", "draft.canary.replicas=1", "draft.canary.model=org/newer")
@@ -58,7 +58,7 @@ def test_rollout_and_withdrawal_restart_no_other_pod(cells: int) -> None:
             == pod_template(states[1], component)
             == pod_template(states[2], component)
         )
-    # The coordinator finds the workers that a name gains or loses.
+    # The coordinator follows the DNS records of the Service.
     service = of_kind(states[0], "Service")["specpool-draft-canary"]["spec"]
     assert service["selector"][COMPONENT] == CANARY
     assert service.get("publishNotReadyAddresses", False) == (cells > 1)
@@ -86,7 +86,7 @@ def test_canaries_follow_scaled_cells_until_withdrawn(kind: str) -> None:
     assert of_kind(withdrawn, "StatefulSet")["specpool-draft-canary"]["spec"]["replicas"] == 0
 
 
-def test_a_canary_is_guarded_and_watched_like_a_draft() -> None:
+def test_a_canary_is_secured_and_monitored_like_a_draft() -> None:
     manifests = with_canary("tests.tokenSecret=x", *values_of("production"))
     assert mounted(manifests, CANARY)["/tls"]["secret"]["secretName"] == "specpool-draft-canary-tls"
     certificate = of_kind(manifests, "Certificate")["specpool-draft-canary"]["spec"]

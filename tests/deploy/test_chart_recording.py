@@ -1,4 +1,4 @@
-"""Recording of answers in the Helm chart: a bounded volume of the coordinators."""
+"""Recording of answers in the Helm chart: a bounded volume for the coordinators."""
 
 import re
 from pathlib import Path

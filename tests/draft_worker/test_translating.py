@@ -1,4 +1,4 @@
-"""Rounds in the target's tokens, served by a draft with the same weights and other token ids."""
+"""Rounds in the target's tokens, served by a draft with the same weights but different token ids."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def permuted(tiny_pair: tuple[Path, Path], tmp_path: Path) -> Rounds:
     return Rounds(TranslatingProposer(engine), files_of(byte_tokenizer()), VOCAB_SIZE)
 
 
-def test_drafts_are_those_of_the_same_model(permuted: Rounds, tiny_pair: tuple[Path, Path]) -> None:
+def test_drafts_equal_those_without_translation(permuted: Rounds, tiny_pair: tuple[Path, Path]) -> None:
     same = Proposer(load_engine(tiny_pair[0], exact=False))
     item = ProposeItem(1, 0, tuple(PROMPT), num_draft_tokens=4, min_chance=1e-9)
     ((expected,),) = same.propose([ProposeRound("c", 1, [item])])
@@ -129,7 +129,7 @@ async def trusted(files: TokenizerFiles, vocab_size: int) -> None:
     """Vet nothing."""
 
 
-async def test_translations_are_kept_while_they_are_used() -> None:
+async def test_translations_are_kept_while_in_use() -> None:
     now = 0.0
     translations = Translations(files_of(byte_level(300)), 300, lambda: now, vet=trusted)
 
@@ -142,7 +142,7 @@ async def test_translations_are_kept_while_they_are_used() -> None:
     now = MIN_IDLE_SECONDS + 1
     for translation_id in (ids[0], *ids[2:]):
         translations.get(translation_id)
-    ids[1:2] = [await use(400)]  # in the place of the only idle one
+    ids[1:2] = [await use(400)]  # replaces the only idle one
     for translation_id in ids:
         translations.get(translation_id)
     with pytest.raises(UnavailableError):
@@ -157,7 +157,7 @@ async def test_translations_are_kept_while_they_are_used() -> None:
             translations.get(translation_id)
 
 
-async def test_refusals_are_remembered_but_make_room() -> None:
+async def test_refusals_make_room_for_other_tokenizers() -> None:
     translations = Translations(files_of(byte_level(300)), 300, vet=trusted)
     used, _ = await translations.use(files_of(byte_level(310)), 310)
     for size in range(2 * MAX_TRANSLATIONS):
@@ -168,7 +168,7 @@ async def test_refusals_are_remembered_but_make_room() -> None:
     translations.get(used)
 
 
-async def test_a_call_that_ends_takes_its_process_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_cancelled_call_kills_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     program = "import os, sys, time, pathlib; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
     monkeypatch.setattr(vetting, "COMMAND", [sys.executable, "-c", program, str(begun)])
@@ -184,10 +184,10 @@ async def test_a_call_that_ends_takes_its_process_along(monkeypatch: pytest.Monk
     with pytest.raises(ProcessLookupError):
         os.kill(int(begun.read_text()), 0)
     monkeypatch.setattr(vetting, "COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
-    assert (await translations.use(TokenizerFiles(b"{}", "", {}, ()), 300))[1] == ""  # nobody is in the way
+    assert (await translations.use(TokenizerFiles(b"{}", "", {}, ()), 300))[1] == ""  # no cancelled call blocks it
 
 
-async def test_a_busy_machine_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_is_not_refused_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     translations, files = Translations(files_of(byte_level(300)), 300), files_of(byte_level(310))
     with monkeypatch.context() as patch:
         patch.setattr(vetting, "PATIENCE", 0)
@@ -201,7 +201,7 @@ def refusal(tokenizer_json: bytes) -> str:
     return str(asyncio.run(translations.use(TokenizerFiles(tokenizer_json, "", {}, ()), 300))[1])
 
 
-def test_a_process_with_limits_reads_the_tokenizer_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizers_are_vetted_in_a_limited_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(b"{}").startswith("it cannot be read")
     whole = files_of(byte_level(300)).tokenizer_json
     assert refusal(whole).startswith("Translation(")

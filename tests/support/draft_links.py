@@ -1,4 +1,4 @@
-"""Fake links to draft workers, which check that every worker continues the text that it has cached."""
+"""Fake links to draft workers. They check that each call continues the cached tokens."""
 
 import asyncio
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ WRONG_TOKEN = -1
 
 
 class FakeLink(FakeCaches):
-    """A link to a worker that checks its caches."""
+    """A link to a fake worker that checks its caches."""
 
     model: DraftModel | None
 
@@ -33,17 +33,17 @@ class FakeLink(FakeCaches):
         self.step_times = StepTimes(STEP_SECONDS)
         self.error: Exception | None = None
         self.pending: set[int] = set()
-        """Releases that the worker has not seen."""
+        """Releases not sent to the worker yet."""
         self.seen: list[ProposeItem] = []
         """Items of the last call."""
         self.refused: set[int] = set()
         """Sequences without a slot in the last call."""
         self.seconds = 0.001
-        self.tokens: dict[int, list[int]] = {}
-        """Committed tokens of all sequences."""
+        self.tokens = {sequence_id: [*range(100)] for sequence_id in range(100)}
+        """Committed tokens by sequence id."""
         self.is_closed = False
         self.open = asyncio.Event()
-        """Cleared: calls wait."""
+        """Calls wait while it is cleared."""
         self.open.set()
         self.calls = self.calls_running = 0
 
@@ -79,7 +79,7 @@ class FakeLink(FakeCaches):
         self.keep(sequence_id)
         cached = self.caches[sequence_id]
         assert cached == self.tokens[sequence_id][: len(cached)], "the worker continues another text"
-        self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # drafted, and later rejected
+        self.caches[sequence_id] = [*cached, *[WRONG_TOKEN] * 8]  # draft tokens that will be rejected
         return Proposal(sequence_id, ItemStatus.OK, (1, 2, 3), len(cached) + 2)
 
     async def keep_connected(self) -> None:
@@ -102,16 +102,13 @@ def item(sequence_id: int, base_length: int = 0, count: int = 3, **fields: Any) 
 
 
 def two_links(**knobs: Any) -> tuple[FakeLink, FakeLink]:
-    links = FakeLink("a", **knobs), FakeLink("b", **knobs)
-    for link in links:
-        link.tokens = {sequence_id: [*range(100)] for sequence_id in range(100)}
-    return links
+    return FakeLink("a", **knobs), FakeLink("b", **knobs)
 
 
 async def propose(
     group: DraftGroup, round_id: int, items: Iterable[ProposeItem], models: dict[int, DraftModel | None] | None = None
 ) -> tuple[list[Proposal], Timed]:
-    """Run a round. `models`: of the sequences; default: the first one."""
+    """Run a round. `models`: draft model by sequence id; default: the first model for all."""
     items = [*items]
     first, *_ = group.roster.models
     return await group.propose(round_id, items, models or {item.sequence_id: first for item in items})

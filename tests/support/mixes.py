@@ -60,7 +60,10 @@ cases = st.builds(
 
 
 async def play(client: AsyncClient, case: Case, answer: Sequence[int] = ()) -> list[int]:
-    """Run one request of a mix; return its tokens up to its end or cancellation. `answer`: the one to predict."""
+    """Run one request of a mix. Return the tokens received before its end or cancellation.
+
+    `answer`: answer to derive the prediction from.
+    """
     await asyncio.sleep(case.starts_after / 100)
     tokens: list[int] = []
     call = client.stub.GenerateStream(make_request(case, answer))
@@ -93,7 +96,7 @@ def make_request(case: Case, answer: Sequence[int] = ()) -> pb.GenerateRequest:
 
 
 def edited(answer: Sequence[int], edits: int, chance: random.Random) -> list[int]:
-    """An answer after some replacements, insertions and deletions of up to two tokens."""
+    """Apply random replacements, insertions and deletions of up to two tokens."""
     tokens = [*answer]
     for _ in range(edits):
         place = chance.randrange(len(tokens) + 1)

@@ -1,4 +1,4 @@
-"""Tokenizers of other kinds and sizes, trained on a small text, and models with a permuted vocabulary."""
+"""Tokenizers of various kinds and sizes, trained on a small text, and models with a permuted vocabulary."""
 
 import json
 import random
@@ -84,7 +84,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def permute_vocabulary(source: Path, folder: Path) -> Path:
-    """Save a model again, with other token ids. Return its folder."""
+    """Save a copy of a model with permuted token ids. Return the folder."""
     shutil.copytree(source, folder)
     configs = {name: json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")}
     order = [*range(configs["config.json"]["vocab_size"])]
@@ -103,14 +103,14 @@ def permute_vocabulary(source: Path, folder: Path) -> Path:
     for token in description["added_tokens"]:
         token["id"] = order[token["id"]]
     vocab = {token: order[token_id] for token, token_id in description["model"]["vocab"].items()}
-    # Otherwise the library gives added tokens other ids.
+    # Added tokens keep their ids only if the vocabulary has them as well.
     description["model"]["vocab"] = vocab | {token["content"]: token["id"] for token in description["added_tokens"]}
     (folder / "tokenizer.json").write_text(json.dumps(description))
     return folder
 
 
 def save_tiny(folder: Path, tokenizer: Tokenizer) -> Path:
-    """Save a random tiny model with this tokenizer. Return its folder."""
+    """Save a random tiny model with this tokenizer. Return the folder."""
     torch.manual_seed(tokenizer.get_vocab_size())
     eos = tokenizer.token_to_id("<eos>")
     model = LlamaForCausalLM(tiny_config(vocab_size=tokenizer.get_vocab_size(), eos_token_id=eos))

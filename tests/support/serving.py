@@ -163,8 +163,8 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Run everything and wait until it serves. Without `with_target`, the target does not answer yet.
 
-    `others`: further draft workers. `further_draft_addresses`: of those that the caller runs. `labels`: names of the
-    drafts. `new_pool`: `TokenizerPool` starts real prompt processes.
+    `others`: further draft workers to start. `further_draft_addresses`: draft workers that the caller runs. `labels`:
+    draft names, one per started worker. `new_pool`: `TokenizerPool` starts real prompt processes.
     """
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
@@ -210,13 +210,18 @@ def make_request(
     k: int | None = None,
     request_id: str = "",
     method: Any = None,
+    prediction: str | Iterable[int] | pb.Prediction | None = None,
     **params: Any,
 ) -> pb.GenerateRequest:
+    if isinstance(prediction, str):
+        prediction = pb.Prediction(text=prediction)
+    elif prediction is not None and not isinstance(prediction, pb.Prediction):
+        prediction = pb.Prediction(tokenized=pb.TokenizedInput(input_ids=prediction))
     return pb.GenerateRequest(
         request_id=request_id,
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=pb.SamplingParams(max_tokens=max_tokens, **params),
-        speculative=pb.SpeculativeParams(num_speculative_tokens=k, method=method),
+        speculative=pb.SpeculativeParams(num_speculative_tokens=k, method=method, prediction=prediction),
     )
 
 

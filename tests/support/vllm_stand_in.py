@@ -22,7 +22,7 @@ STEP_SECONDS = 0.01
 
 
 def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft in every step. test_vllm_pacing.py tests when drafts pay, in virtual time."""
+    """Draft in every step. test_vllm_pacing.py tests in virtual time whether drafts pay off."""
     monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
     monkeypatch.setattr(Ledger, "is_plain_due", lambda *_: False)
     monkeypatch.setattr(Ledger, "has_free_trial", lambda *_: False)

@@ -97,7 +97,7 @@ def prompt(chance: random.Random) -> tuple[dict[str, Any], int, set[str]]:
 
 
 def speculation(chance: random.Random) -> tuple[pb.SpeculativeParams, set[str]]:
-    """Random speculation parameters, and the names of those that are invalid."""
+    """Return random speculation parameters, and the names of the invalid ones."""
     wrong, params = set[str](), pb.SpeculativeParams(method=chance.choice([*[0] * 9, *pb.DraftMethod.values()]))
     if (k := chance.choice([None, None, 0, 4, 4, 16, 16, 17])) is not None:
         params.num_speculative_tokens = k
@@ -111,7 +111,7 @@ def speculation(chance: random.Random) -> tuple[pb.SpeculativeParams, set[str]]:
     elif kind != "none":
         ids = {"tokenized": [5, 6], "long": [1] * MAX_MODEL_LEN, "unknown": [1, VOCAB]}[kind]
         params.prediction.tokenized.input_ids.extend(ids)
-    # Without drafts, unknown ids are ignored.
+    # Plain decoding ignores unknown ids.
     wrong |= {"prediction.tokenized.input_ids"} if kind == "long" or (kind == "unknown" and k != 0) else set()
     no_method = params.method in (pb.DRAFT_METHOD_MODEL, pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_SUFFIX)
     return params, wrong | ({"prediction"} if kind == "none" or no_method else set())

@@ -52,12 +52,12 @@ def test_planted_bug_is_found(bug: str) -> None:
 
 
 def _random_prediction(answer: Sequence[int]) -> tuple[int, ...]:
-    """Contains each token, so that something always follows the last one."""
+    """Return a prediction that contains every token, so that each last token has a continuation."""
     return tuple(random.Random(0).choices(range(EOS), k=LONG_PREDICTION))
 
 
 def _half_right_prediction(answer: Sequence[int]) -> tuple[int, ...]:
-    """Earns trust, then every second token is wrong."""
+    """Return a prediction with 8 right tokens, after which every second token is wrong."""
     return tuple(token if i < 8 or i % 2 else (token + 1) % EOS for i, token in enumerate(answer))
 
 
@@ -69,7 +69,7 @@ def test_wrong_predictions_barely_delay_other_clients(
     pair = ToyPair(0.7, 0.0)
 
     def seconds(is_wrong: bool) -> float:
-        """Total time of alice's requests while bob's run beside them."""
+        """Return the total time of alice's requests while bob's run beside them."""
         requests = []
         for number in range(8):
             client, prompt = ("alice", "bob")[number % 2], tuple(range(number, 40 + number))
@@ -80,7 +80,7 @@ def test_wrong_predictions_barely_delay_other_clients(
         assert not result.violations
         return result.seconds["alice"]
 
-    # A cold server first has to learn that these predictions are wrong.
+    # The server starts cold, and has to learn that the predictions are wrong.
     assert seconds(is_wrong=True) < 1.1 * seconds(is_wrong=False)
 
 

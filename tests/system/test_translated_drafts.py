@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: every token equals plain decoding, and correct translations are accepted."""
+"""A draft with another tokenizer: tokens equal plain decoding, and correct translations are accepted."""
 
 import asyncio
 import random
@@ -68,7 +68,7 @@ async def test_tokens_equal_plain_decoding(tmp_path: Path, kind: str) -> None:
             await asyncio.sleep(0.1)
             if loses == "caches":
                 await pair.forget(pair.draft)
-            elif loses == "translations":  # the coordinator hands the tokenizer over again
+            elif loses == "translations":  # the coordinator sends the tokenizer again
                 pair.draft.backend.translations._entries.clear()
             responses = await calls
             assert [list(response.token_ids) for response in responses] == plain

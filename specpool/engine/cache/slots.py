@@ -188,7 +188,7 @@ class SlotTable:
         return key in self._slots and round_id < self._slots[key].round_id
 
     def continuation(self, key: SequenceKey, round_id: int, after_round_id: int) -> Continuation | None:
-        """Where a sequence continues after a round, its last one; None if it cannot. A repeated round gets the same."""
+        """Return where a sequence continues after its last round; None if it cannot. Same for a repeated round."""
         slot = self._slots.get(key)
         if slot is None:
             return None

@@ -81,7 +81,7 @@ def check_pair(
     elif features is not None:
         check_same_tokenizer(target, draft, "hidden states cannot be translated", names)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
-        return  # loading says what is wrong
+        return  # loading reports the error
     reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))
     reason = why_not_a_pair(
         reads,
@@ -107,7 +107,7 @@ def check_same_tokenizer(
     try:
         vocabularies = [json.loads(content)["model"]["vocab"] for content in contents]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return  # loading says what is wrong with the file
+        return  # loading reports the error
     if vocabularies[0] != vocabularies[1]:
         reason = f"{draft.model} uses a different tokenizer than {target.model}; {remedy}"
         raise InvalidOptionError("draft", reason, names)

@@ -40,12 +40,7 @@ def chat(*contents: str, role: str = "user", **fields: object) -> pb.GenerateReq
     return pb.GenerateRequest(chat=pb.ChatInput(messages=messages), **fields)
 
 
-def predicting(**content: object) -> pb.GenerateRequest:
-    request = make_request()
-    request.speculative.prediction.CopyFrom(pb.Prediction(**content))
-    return request
-
-
+PREDICTION = "speculative.prediction.text"
 HOSTILE = {
     "600,000 messages": (
         pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="u")] * 600_000)),
@@ -56,8 +51,8 @@ HOSTILE = {
     "many tokens": (chat("x" * 600_000), "chat.messages", "has more than 131071 tokens"),
     "a long text": (pb.GenerateRequest(text="é" * 1_000_000), "text", "has 2000000 bytes"),
     "four million ids": (make_request([1] * 4_000_000), "tokenized.input_ids", "4000000 tokens, more than 131071"),
-    "a large prediction": (predicting(text="é" * 1_000_000), "speculative.prediction.text", "has 2000000 bytes"),
-    "a long prediction": (predicting(text="x" * 600_000), "speculative.prediction.text", "more than 131071 tokens"),
+    "a large prediction": (make_request(prediction="é" * 1_000_000), PREDICTION, "has 2000000 bytes"),
+    "a long prediction": (make_request(prediction="x" * 600_000), PREDICTION, "more than 131071 tokens"),
     "a wrong id at the end": (make_request([1] * 100_000 + [VOCAB_SIZE]), "tokenized.input_ids", "257 must be below"),
 }
 
@@ -84,7 +79,7 @@ async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
     assert (await served.stub.Generate(chat(*["hi"] * 1024, role="r" * 64))).usage.prompt_tokens == 1024 * 69
     text = pb.GenerateRequest(text="x" * (LONG - 1))
     assert (await served.stub.Generate(text)).usage.prompt_tokens == LONG - 1
-    await served.expect(predicting(text="x" * (LONG - 1)))
+    await served.expect(make_request(prediction="x" * (LONG - 1)))
     request = make_request([7] * (LONG - 1), max_tokens=1)
     request.cache_salt, request.priority = "x" * 128, -(2**31)
     await served.expect(request)

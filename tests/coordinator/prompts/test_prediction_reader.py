@@ -1,4 +1,4 @@
-"""Reading predictions: any text or token ids become tokens of the target, or an error that names the field."""
+"""Reading predictions: any text or token ids become target tokens, or an error that names the field."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ IDS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, VOCAB_SIZE + 1), max_s
 
 
 def read(prediction: pb.Prediction) -> tuple[int, ...] | InvalidArgumentError:
-    """The prediction's tokens, or the refusal."""
+    """Return the prediction's tokens, or the refusal."""
 
     async def reading(pool: TokenizerPool, reader: TokenReader) -> tuple[int, ...]:
         check_prediction(pb.SpeculativeParams(prediction=prediction), reader)
@@ -45,7 +45,7 @@ def read(prediction: pb.Prediction) -> tuple[int, ...] | InvalidArgumentError:
 
 
 def with_bos() -> TokenizerFiles:
-    """A tokenizer that puts a special token before each prompt."""
+    """Return a tokenizer that adds a special token before each prompt."""
     content = json.loads(FALLBACK.to_str())
     begin = {"id": "<s>", "ids": [FALLBACK.token_to_id("<s>")], "tokens": ["<s>"]}
     content["post_processor"] = {

@@ -47,7 +47,7 @@ def test_answers_are_private_and_readable_at_once(tmp_path: Path) -> None:
     assert finished.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_oldest_answers_go_first(tmp_path: Path) -> None:
+def test_the_oldest_answers_are_deleted_first(tmp_path: Path) -> None:
     writers = [ShardWriter(tmp_path, BOUNDS) for _ in range(2)]
     for number in range(400):
         writers[number % 2].append(HEADER, answer(number))
@@ -85,9 +85,7 @@ def test_no_answer_outlives_the_maximum_age(tmp_path: Path, monkeypatch: pytest.
     assert passed > BOUNDS.max_age_seconds / 2
 
 
-def test_shards_may_vanish_while_another_coordinator_deletes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_that_another_coordinator_deletes_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "answers-1.jsonl"
     monkeypatch.setattr(shard_writer, "shards_in", lambda folder: [missing, *shards_in(folder)])
     writer = ShardWriter(tmp_path, BOUNDS)
@@ -142,8 +140,7 @@ def test_a_full_disk_loses_only_new_answers(tmp_path: Path, monkeypatch: pytest.
     assert len(shards_in(tmp_path)) == 2
 
 
-def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk takes half of a line. The answers before it stay readable."""
+def test_answers_before_a_partly_written_line_stay_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     writer = ShardWriter(tmp_path, BOUNDS)
@@ -163,7 +160,7 @@ def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.
     assert recorded(tmp_path) == {answer(1), answer(3)}
 
 
-def test_a_killed_process_leaves_whole_answers(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_complete_answers(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from coordinator.recording.shard_writer import Bounds, ShardWriter

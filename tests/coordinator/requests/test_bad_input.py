@@ -51,16 +51,6 @@ def sampling(**params: Any) -> pb.GenerateRequest:
     return make_request(max_tokens=params.pop("max_tokens", 8), **params)
 
 
-def predicting(method: Any = None, **content: Any) -> pb.GenerateRequest:
-    request = make_request(method=method)
-    request.speculative.prediction.CopyFrom(pb.Prediction(**content))
-    return request
-
-
-def ids(*token_ids: int) -> pb.TokenizedInput:
-    return pb.TokenizedInput(input_ids=token_ids)
-
-
 TEXT, IDS = "speculative.prediction.text", "speculative.prediction.tokenized.input_ids"
 BAD = {
     "no input": (pb.GenerateRequest(), "input", "text, tokenized, chat"),
@@ -85,16 +75,24 @@ BAD = {
     "k beyond": (make_request(k=7), "speculative.num_speculative_tokens", "7 exceeds the limit of 6"),
     "method unknown": (make_request(method=9), "speculative.method", "unknown method 9"),
     "no prediction": (make_request(method=pb.DRAFT_METHOD_PREDICTION), "speculative.method", "requires"),
-    "no content": (predicting(), "speculative.prediction", "one of text, tokenized must be set"),
-    "model": (predicting(pb.DRAFT_METHOD_MODEL, text="x"), "speculative.prediction", "not model"),
-    "ngram": (predicting(pb.DRAFT_METHOD_NGRAM, text="x"), "speculative.prediction", "not ngram"),
-    "suffix": (predicting(pb.DRAFT_METHOD_SUFFIX, text="x"), "speculative.prediction", "not suffix"),
-    "empty prediction": (predicting(text=""), TEXT, "must not be empty"),
-    "long prediction": (predicting(text="x" * MAX_MODEL_LEN), TEXT, "100 tokens, more than 99"),
-    "large prediction": (predicting(text="é" * 500), TEXT, "1000 bytes, more than 495, the maximum for 99 tokens"),
-    "no predicted ids": (predicting(tokenized=ids()), IDS, "must not be empty"),
-    "long predicted ids": (predicting(tokenized=ids(*[1] * MAX_MODEL_LEN)), IDS, "100 tokens, more than 99"),
-    "unknown predicted id": (predicting(tokenized=ids(1, VOCAB_SIZE)), IDS, "257 must be below"),
+    "no content": (
+        make_request(prediction=pb.Prediction()),
+        "speculative.prediction",
+        "one of text, tokenized must be set",
+    ),
+    "model": (make_request(method=pb.DRAFT_METHOD_MODEL, prediction="x"), "speculative.prediction", "not model"),
+    "ngram": (make_request(method=pb.DRAFT_METHOD_NGRAM, prediction="x"), "speculative.prediction", "not ngram"),
+    "suffix": (make_request(method=pb.DRAFT_METHOD_SUFFIX, prediction="x"), "speculative.prediction", "not suffix"),
+    "empty prediction": (make_request(prediction=""), TEXT, "must not be empty"),
+    "long prediction": (make_request(prediction="x" * MAX_MODEL_LEN), TEXT, "100 tokens, more than 99"),
+    "large prediction": (
+        make_request(prediction="é" * 500),
+        TEXT,
+        "1000 bytes, more than 495, the maximum for 99 tokens",
+    ),
+    "no predicted ids": (make_request(prediction=[]), IDS, "must not be empty"),
+    "long predicted ids": (make_request(prediction=[1] * MAX_MODEL_LEN), IDS, "100 tokens, more than 99"),
+    "unknown predicted id": (make_request(prediction=[1, VOCAB_SIZE]), IDS, "257 must be below"),
     "long request id": (make_request(request_id="x" * 129), "request_id", "more than 128 characters"),
     "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature", "nan"),
     "temperature inf": (sampling(temperature=math.inf), "sampling_params.temperature", "inf"),

@@ -1,11 +1,11 @@
 """Trials of a draft worker: rounds count as trials, although the next round is planned before their time is known."""
 
-from collections.abc import Mapping
+from typing import Any
 from unittest import mock
 
 from serving import RecordingDraft, RecordingTarget, make_request, serving
 
-from specpool.drafting.ledger import FREE_TRIALS, Ledger, Part
+from specpool.drafting.ledger import FREE_TRIALS, Ledger
 from specpool.drafting.plans import DraftMethod
 
 
@@ -14,18 +14,11 @@ async def test_drafts_of_a_new_model_count_as_trials() -> None:
     drafts: list[bool] = []
     observe = Ledger.observe
 
-    def watch(
-        ledger: Ledger,
-        sequences: int,
-        tokens: int,
-        seconds: float,
-        method: DraftMethod | None,
-        is_trial: bool,
-        parts: Mapping[str, Part],
-    ) -> None:
+    def watch(ledger: Ledger, *arguments: Any, **others: Any) -> None:
+        *_, method, is_trial = arguments
         if method is DraftMethod.MODEL:
             drafts.append(is_trial)
-        observe(ledger, sequences, tokens, seconds, method, is_trial, parts=parts)
+        observe(ledger, *arguments, **others)
 
     with mock.patch.object(Ledger, "observe", watch):
         async with serving(target, RecordingDraft(target), num_speculative_tokens=None) as served:

@@ -1,4 +1,4 @@
-"""Recordings of a running coordinator: complete answers of the chosen share, without text or names."""
+"""Recordings of a running coordinator: a share of the complete answers, without text or names."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ def answers_in(folder: Path) -> list[RecordedAnswer]:
 
 
 async def settled(served: Serving, count: int) -> dict[str, int]:
-    """The results, once there are this many."""
+    """Wait for `count` results. Return the nonzero numbers by result."""
     assert served.process.coordinator.recorder is not None
     results = served.process.coordinator.recorder.results
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -94,12 +94,12 @@ async def test_a_share_of_the_answers_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 1.0])
 def test_selected_answers_are_spread_evenly(share: float) -> None:
-    for stride in (1, 2, 7, 10):  # whatever the period of the traffic
+    for stride in (1, 2, 7, 10):  # for traffic with any period
         selected = sum(is_selected(number * stride, share) for number in range(10_000))
         assert selected == pytest.approx(10_000 * share, abs=60)
 
 
-async def test_serving_goes_on_with_a_full_disk(
+async def test_serving_continues_with_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real, full = os.open, True
@@ -118,7 +118,7 @@ async def test_serving_goes_on_with_a_full_disk(
         await served.expect(make_request([5], 5))
         assert await settled(served, 6) == {"disk_error": 6}  # not retried for each answer
         assert served.process.coordinator.recorder is not None
-        served.process.coordinator.recorder._fails_until = 0.0
+        served.process.coordinator.recorder._retry_at = 0.0
         last = await served.stub.Generate(make_request([6], 5))
         assert await settled(served, 7) == {"disk_error": 6, "recorded": 1}
         samples = (await scrape(port)).families["specpool:recorded_answers"].samples
@@ -152,7 +152,7 @@ async def test_a_slow_disk_drops_answers(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(answers_in(tmp_path)) == 2
 
 
-async def test_a_stuck_disk_does_not_hold_up_the_end(
+async def test_a_stuck_disk_does_not_delay_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Event()
@@ -164,7 +164,7 @@ async def test_a_stuck_disk_does_not_hold_up_the_end(
     assert "failed to write the last recorded answers within 0.01 s" in caplog.text
 
 
-async def test_an_unusable_directory_costs_no_answer() -> None:
+async def test_an_unusable_directory_fails_no_request() -> None:
     async with serving(record=Path("/proc/recording")) as served:
         await served.expect(make_request([1], 5))
         assert await settled(served, 1) == {"disk_error": 1}

@@ -1,4 +1,4 @@
-"""A coordinator with a second draft model: shares, equality while drafts change, and bad canaries."""
+"""A coordinator with a second draft model: shares, exact tokens while drafts change, and faulty canaries."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ def passes(rows: int) -> float:
 async def serving_canary(
     current: float = 0.8, new: float = 0.8, canary: type[RecordingDraft] = RecordingDraft, **settings: Any
 ) -> AsyncIterator[tuple[Serving, RecordingDraft, RecordingDraft]]:
-    """Run a coordinator with the drafts "current" and "new", of these acceptance rates."""
+    """Run a coordinator with the drafts "current" and "new". `current` and `new`: their acceptance rates."""
     target = RecordingTarget(pass_seconds=passes)
     drafts = RecordingDraft(target, acceptance=current, weights="one"), canary(target, acceptance=new, weights="two")
     for draft in drafts:
@@ -46,7 +46,7 @@ def seen(draft: RecordingDraft) -> set[int]:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-async def test_shares(overlap: str) -> None:
+async def test_fixed_shares(overlap: str) -> None:
     async with serving_canary(draft_share="new=0.25", overlap=overlap) as (served, current, new):
         await generate(served, 24)
         assert (len(seen(current)), len(seen(new))) == (18, 6)
@@ -79,14 +79,14 @@ async def test_shares_hold_for_each_target() -> None:
         assert sum(draft.completion_tokens for draft in states.values()) == 32 * 48
 
 
-async def test_withdrawn() -> None:
+async def test_a_withdrawn_draft_gets_no_sequences() -> None:
     async with serving_canary(draft_share="new=0") as (served, current, new):
         await generate(served, 8)
         assert (len(seen(current)), len(seen(new))) == (8, 0)
         assert [worker.state for worker in (await served.info()).draft_workers] == ["ready", "ready"]
 
 
-async def test_canary_that_dies_in_flight() -> None:
+async def test_sequences_of_a_canary_that_dies_continue_with_the_other_draft() -> None:
     async with serving_canary(draft_share="new=0.5") as (served, current, new):
         running = asyncio.create_task(generate(served, 8, 400))
         while len(new.requests) < 10:  # noqa: ASYNC110 - polls a fake worker
@@ -94,7 +94,7 @@ async def test_canary_that_dies_in_flight() -> None:
         moved = seen(new)
         await new.stop()
         await running
-        assert moved <= seen(current), "its sequences go on with the other draft"
+        assert moved <= seen(current)
         drafts = await drafts_of(served)
         assert (drafts["new"].ready_workers, drafts["new"].share) == (0, 0)
 
@@ -116,7 +116,7 @@ async def test_rounds_do_not_wait_for_a_canary_that_hangs() -> None:
 
 
 @pytest.mark.parametrize(("current", "new"), [(0.9, 0.1), (0.1, 0.9)])
-async def test_the_better_draft_gains_the_share_of_the_other(current: float, new: float) -> None:
+async def test_the_better_draft_gains_share(current: float, new: float) -> None:
     async with serving_canary(current, new) as (served, *_):
         better, worse = ("current", "new") if current > new else ("new", "current")
         for _ in range(20):
@@ -128,7 +128,7 @@ async def test_the_better_draft_gains_the_share_of_the_other(current: float, new
         assert drafts[better].expected_tokens_per_s > drafts[worse].expected_tokens_per_s
 
 
-async def test_a_canary_that_returns_with_other_weights_is_another_draft() -> None:
+async def test_a_canary_with_changed_weights_is_another_draft() -> None:
     async with serving_canary(draft_share="new=0.5") as (served, _, new):
         await generate(served, 4)
         address = served.draft_address.split(",")[1].partition("=")[2] if served.draft_address else ""
@@ -136,10 +136,10 @@ async def test_a_canary_that_returns_with_other_weights_is_another_draft() -> No
         new.weights = "0123456789"
         await new.start(address)
         while len(drafts := await drafts_of(served)) < 3:
-            await generate(served, 2)  # a link that is idle may not notice the restart
+            await generate(served, 2)  # an idle link may not notice the restart
         await served.until(lambda info: info.draft_workers[1].state == "ready")
         assert [draft.weights_fingerprint for draft in drafts.values()] == ["one", "two", "0123456789"]
         assert (drafts["new"].draft_tokens, drafts["new"].ready_workers) == (0, 1), (
-            "it takes the name, not the counters"
+            "it takes over the name, but not the counters"
         )
         await generate(served, 4)

@@ -127,7 +127,7 @@ async def test_worker_that_renews_certificates_keeps_its_sequences() -> None:
     assert await statuses(group, 3, item(0, 6), item(1, 3)) == {0: "OK", 1: "OK"}
 
 
-async def test_states_are_needed_if_no_drafts_read_different_ones() -> None:
+async def test_drafts_must_read_the_same_hidden_states() -> None:
     a, b = FakeLink("a"), FakeLink("b", weights="two")
     group, spec = group_of(a, b), FeatureSpec((10, 20), 64)
     assert group.roster.features is None

@@ -1,4 +1,4 @@
-"""Several draft models behind one coordinator: names, moves, and workers that are slow, fail or change."""
+"""Several draft models behind one coordinator: names, moves, and workers that are slow, faulty or replaced."""
 
 import asyncio
 from typing import Any
@@ -18,8 +18,6 @@ PATIENCE_SECONDS = 20
 
 def two_models(**knobs: Any) -> tuple[FakeLink, FakeLink, DraftGroup, list[DraftModel]]:
     current, new = FakeLink("a", label="current"), FakeLink("b", label="new", weights="two", **knobs)
-    for link in (current, new):
-        link.tokens = {sequence_id: [*range(100)] for sequence_id in range(100)}
     group = group_of(current, new)
     return current, new, group, group.roster.models
 
@@ -66,10 +64,10 @@ async def test_sequences_stay_with_their_model() -> None:
     assert {each.sequence_id: each.status for each in proposals} == {
         0: ItemStatus.OK, 1: ItemStatus.OK, 3: ItemStatus.CACHE_MISS
     }  # fmt: skip
-    assert not new.caches, "its cache is released"
+    assert not new.caches, "the cache of the moved sequence is released"
 
 
-async def test_worker_that_returns_with_other_weights_is_another_model() -> None:
+async def test_a_worker_with_changed_weights_is_another_model() -> None:
     current, new, group, (_, two) = two_models()
     await propose(group, 1, [item(0)], {0: two})
     current.info = new.info
@@ -86,9 +84,9 @@ async def test_rounds_do_not_wait_long_for_a_slower_draft() -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         proposals, timed = await propose(group, 1, [item(i) for i in range(3)], {0: one, 1: one, 2: two})
         assert [each.sequence_id for each in proposals] == [0, 1]
-        assert timed.elapsed == current.seconds, "the late draft counts for nothing"
+        assert timed.elapsed == current.seconds, "the late draft does not count"
         await propose(group, 2, [item(0, 3), item(2)], {0: one, 2: two})
-        assert new.calls == 1, "it gets no other call until it has answered"
+        assert new.calls == 1, "a late worker gets no other call until it has answered"
         group.release_soon([2])
         assert two.reliability < 1 == one.reliability
         new.open.set()
@@ -98,7 +96,7 @@ async def test_rounds_do_not_wait_long_for_a_slower_draft() -> None:
     assert list(new.caches) == [3]
 
 
-async def test_overlapping_rounds_may_both_leave_a_call_behind() -> None:
+async def test_overlapping_rounds_may_both_have_late_calls() -> None:
     _, new, group, (one, two) = two_models()
     new.open.clear()
     rounds = [

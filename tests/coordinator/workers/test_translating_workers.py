@@ -1,4 +1,4 @@
-"""Draft workers with another tokenizer: the handover of the target's, refusals, and invalid answers."""
+"""Draft workers with another tokenizer: sending the target's tokenizer, refusals, and invalid answers."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class TranslatingDraft(RecordingDraft):
-    """Has another tokenizer. `changes` replace fields of its answer to the handover."""
+    """A draft with another tokenizer. `changes`: replaced fields of the response to `UseTokenizer`."""
 
-    changes: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    changes: dict[str, Any] = {}  # noqa: RUF012 - never mutated
 
     def __init__(self, target: RecordingTarget, **knobs: Any) -> None:
         super().__init__(target, **{"fingerprint": "other", "translation": "retokenized", **knobs})
@@ -25,7 +25,7 @@ class TranslatingDraft(RecordingDraft):
         return response
 
 
-async def test_a_draft_that_translates_gets_the_tokenizer_after_each_start() -> None:
+async def test_a_translating_draft_gets_the_tokenizer_after_each_start() -> None:
     target = RecordingTarget()
     draft = TranslatingDraft(target)
     async with serving(target, draft, overlap="on") as served:
@@ -96,7 +96,7 @@ async def test_draft_tokens_outside_the_vocabulary_are_dropped() -> None:
 
 
 async def test_a_draft_that_lies_about_its_tokenizer_soon_drafts_little() -> None:
-    """It claims the target's, so nothing is translated, and all of its tokens are wrong."""
+    """The worker claims to have the target's tokenizer, so nothing is translated and all draft tokens are wrong."""
     target = RecordingTarget(pass_seconds=lambda rows: 0.004)
     draft = RecordingDraft(target, acceptance=0.0, pass_seconds=lambda rows: 0.001)
     async with serving(target, draft, num_speculative_tokens=None) as served:

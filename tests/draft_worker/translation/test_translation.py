@@ -1,4 +1,4 @@
-"""Translations between tokenizers of other kinds and sizes."""
+"""Translations between tokenizers of different kinds and sizes."""
 
 from dataclasses import replace
 from functools import cache
@@ -57,7 +57,7 @@ def test_a_sequence_has_the_same_bytes_in_both_tokenizers(
 @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=IDS)
 @given(prompt=TEXTS, text=TEXTS, limit=st.integers(0, 8))
 @settings(deadline=None, max_examples=40)
-def test_a_proposal_is_the_beginning_of_the_drafted_text(
+def test_a_proposal_is_a_prefix_of_the_drafted_text(
     target: Tokenizer, draft: Tokenizer, prompt: str, text: str, limit: int
 ) -> None:
     translation = translation_of(target, draft)
@@ -89,7 +89,7 @@ def test_a_proposal_completes_a_character_of_the_target() -> None:
     assert translation.proposal(draft_ids, (), 8, tail)[0] == tuple(token_ids[1:])
 
 
-def test_equal_texts_of_other_ids_are_shared() -> None:
+def test_tokens_with_equal_texts_are_shared() -> None:
     translation, fidelity = build_translation(vocabulary_of(SMALL), vocabulary_of(LARGE), 300)
     assert (translation.method, translation.coverage) == ("shared", 1.0)
     assert fidelity > 0.9
@@ -98,15 +98,14 @@ def test_equal_texts_of_other_ids_are_shared() -> None:
     assert translation.proposal([LARGE.token_to_id("<eos>")], (), 4) == ((eos,), ())
 
 
-def test_few_shared_tokens_are_encoded_again() -> None:
+def test_vocabularies_with_few_shared_tokens_are_retokenized() -> None:
     translation, fidelity = build_translation(vocabulary_of(LARGE), vocabulary_of(UNIGRAM), 900)
     assert translation.method == "retokenized"
     assert fidelity > 0.7
     assert 0 < translation.coverage < 1
 
 
-def test_a_word_is_not_encoded_twice() -> None:
-    """Text before a border keeps its tokens, whatever follows."""
+def test_incremental_translation_equals_translation_at_once() -> None:
     translation = translation_of(LARGE, UNIGRAM)
     sequence, token_ids = TranslatedSequence(translation), translation.target.encode(SAMPLE.encode())
     whole = translation.draft.encode(SAMPLE.encode())

@@ -1,4 +1,4 @@
-"""Tokens as bytes, for every kind of tokenizer, and the encoding of bytes."""
+"""Tokens as bytes and encoding of bytes, for every kind of tokenizer."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ _vocabulary = cache(vocabulary_of)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["small", "large", "bpe", "unigram"])
 @settings(deadline=None, max_examples=40)
 @given(pieces=st.lists(PIECES, max_size=12), cut=st.integers(0, 3))
-def test_tokens_of_any_bytes_have_these_bytes(tokenizer: Tokenizer, pieces: list[str], cut: int) -> None:
+def test_encoding_preserves_all_bytes(tokenizer: Tokenizer, pieces: list[str], cut: int) -> None:
     vocabulary, text = _vocabulary(tokenizer), "".join(pieces).encode()
     text = text[: max(0, len(text) - cut)]
     token_ids = vocabulary.encode(text)
@@ -58,7 +58,7 @@ def test_tokens_outside_the_models_vocabulary_are_not_used() -> None:
     assert vocabulary.eos_token_ids == (2,)
 
 
-def test_padding_is_no_prefix() -> None:
+def test_padding_does_not_become_a_prefix() -> None:
     padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     padded = description(padding=padding | {"pad_type_id": 0, "pad_token": "<eos>"})
     assert Vocabulary.read(TokenizerFiles(padded, "", {"bos_token": "<eos>"}, ()), 300).prefix == ()
@@ -88,7 +88,7 @@ def replacing(pattern: object, content: str, count: int = 1) -> object:
 
 
 def charsmap(size: int) -> str:
-    """Return a SentencePiece map with an empty trie and one normalized text of this size."""
+    """Return a SentencePiece map with an empty trie and one normalized text of `size` bytes."""
     return base64.b64encode(bytes(4) + b"a" * size + b"\0").decode()
 
 
@@ -96,7 +96,7 @@ def charsmap(size: int) -> str:
     ("tokenizer_json", "reason"),
     [
         (b"\xff", "it cannot be read"),
-        (description(model={"vocab": {}, "merges": [0] * 2**20 + [0]}), "1048577 tokens and merges, more than 1048576"),
+        (description(model={"vocab": {}, "merges": [[]] * 2**20 + [[]]}), "it has 1048577 tokens and merges, more"),
         (description(normalizer=replacing({"String": "a"}, "a" * 257)), "make a text 257 times longer, more than 256"),
         (description(normalizer=replacing({"Regex": ""}, "a", 9)), "make a text 512 times longer, more than 256"),
         (description(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap(300)}), "a text 300 times"),

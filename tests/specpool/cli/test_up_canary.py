@@ -1,4 +1,4 @@
-"""A canary of the draft in `specpool up`: one more draft worker, with another model."""
+"""The draft canary in `specpool up`: an additional draft worker with another model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def test_a_canary_is_a_draft_worker_with_another_model() -> None:
         "model": "c", "revision": None, "port": int(canary.address.rpartition(":")[2]), "metrics_port": 9105,
         "log_name": "canary-worker",
     }  # fmt: skip
-    assert {draft.settings["threads"], canary.settings["threads"]} == {2}  # both draft at the same time
+    assert {draft.settings["threads"], canary.settings["threads"]} == {2}  # they draft at the same time
     assert started["target worker 2"].settings["metrics_port"] == 9104
     assert canary.starts_last
 
@@ -55,12 +55,12 @@ def test_either_draft_may_serve_all_sequences() -> None:
 
 
 @pytest.mark.usefixtures("cuda_driver")
-def test_drafts_take_devices_in_turns() -> None:
+def test_drafts_are_assigned_devices_round_robin() -> None:
     started = services(draft_device="cuda:1,cuda:0")
     assert [started[f"{name} worker"].settings["device"] for name in ("draft", "canary")] == ["cuda:1", "cuda:0"]
 
 
-def test_a_wrong_canary_is_refused_by_its_flag(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_of_a_canary_name_its_flag(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, draft = map(str, tiny_pair)
     settings = UpSettings(target=target, draft=draft, draft_canary=str(tmp_path), target_device="cpu")
     with pytest.raises(ProcessFailedError, match=r"^draft-canary: "):
@@ -68,8 +68,8 @@ def test_a_wrong_canary_is_refused_by_its_flag(tiny_pair: tuple[Path, Path], tmp
 
 
 @pytest.mark.slow
-async def test_a_better_canary_takes_over_and_changes_no_token(tiny_pair: Pair) -> None:
-    """The canary is the target itself, which accepts all of its drafts."""
+async def test_a_canary_drafts_for_its_share_and_changes_no_token(tiny_pair: Pair) -> None:
+    """The canary is the target itself, so all drafts are accepted."""
     flags = ["--draft-canary", str(tiny_pair[0]), "--num-speculative-tokens", "3", "--draft-method", "model"]
     async with (
         started(*up_command(tiny_pair, *flags, "--draft-share", "canary=1")) as process,

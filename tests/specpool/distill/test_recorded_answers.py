@@ -1,4 +1,4 @@
-"""`specpool distill --from DIR`: drafts trained on recorded answers, and directories that are refused."""
+"""`specpool distill --from DIR`: training on recorded answers, and refusal of unsuitable recordings."""
 
 import random
 from dataclasses import replace
@@ -36,7 +36,7 @@ def header_of(target: Path, **changes: str) -> Header:
 
 
 def record(file: Path, header: Header, answers: list[tuple[int, ...]]) -> Path:
-    """Write a shard. Return its folder."""
+    """Write a shard. Return the folder."""
     file.parent.mkdir(exist_ok=True)
     clients = ("anne", "bob", "carol", "dave")
     lines = [RecordedAnswer(clients[i % 4], answer).encode() for i, answer in enumerate(answers)]
@@ -70,7 +70,7 @@ def test_training_continues_from_a_draft_on_recorded_answers(
     assert not list(output.glob("dialogues-*"))
 
 
-def test_unsuitable_recordings_are_refused_by_name(
+def test_errors_of_unsuitable_recordings_name_the_path(
     tmp_path: Path, tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     header, answers = header_of(tiny_pair[0]), random_answers(MIN_ANSWERS)
@@ -96,9 +96,7 @@ def test_unsuitable_recordings_are_refused_by_name(
 
 
 @given(answers=answers_by_client, held_out=st.integers(1, 20), chance=st.randoms())
-def test_the_same_answers_give_the_same_split(
-    answers: list[RecordedAnswer], held_out: int, chance: random.Random
-) -> None:
+def test_the_split_is_deterministic(answers: list[RecordedAnswer], held_out: int, chance: random.Random) -> None:
     apart, others = split(answers, held_out)
     assert sorted([*apart, *others], key=repr) == sorted(answers, key=repr)
     assert 1 <= len(apart) <= min(held_out, len(answers) // 8)

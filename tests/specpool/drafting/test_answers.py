@@ -57,7 +57,7 @@ def has(store: AnswerStore, namespace: tuple[str, str], number: int) -> bool:
 
 
 def naive(texts: list[list[int]], last_ids: list[int], k: int) -> list[tuple[int, list[int]]]:
-    """Occurrences of the last tokens, longest match first, then latest. An equal text counts once."""
+    """Find the last tokens by brute force, longest match first, then latest. Equal texts count once."""
     found, seen = [], set[tuple[int, ...]]()
     for number, text in enumerate(texts):
         if tuple(text) in seen:
@@ -73,7 +73,7 @@ def naive(texts: list[list[int]], last_ids: list[int], k: int) -> list[tuple[int
 
 
 @given(added=additions, last_ids=st.lists(st.integers(0, 3), max_size=6), k=st.integers(1, 9))
-def test_matches_are_those_of_a_naive_search(
+def test_matches_equal_those_of_a_naive_search(
     added: list[tuple[tuple[str, str], list[int]]], last_ids: list[int], k: int
 ) -> None:
     store = filled(*added)

@@ -1,4 +1,4 @@
-"""Which draft new sequences get: fixed shares, and a bandit that is simulated."""
+"""Assignment of drafts to new sequences, with fixed shares and with the bandit on simulated traffic."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +24,13 @@ def make_model(name: str, step: float = STEP, fingerprint: str = "") -> DraftMod
     return DraftModel((name, fingerprint), name, step_times=StepTimes({1: step, 64: step}))
 
 
-def dealt(shares: DraftShares, models: list[DraftModel], count: int) -> list[str]:
+def assigned(shares: DraftShares, models: list[DraftModel], count: int) -> list[str]:
     chosen = (shares.choose(models, speeds()) for _ in range(count))
     return ["" if model is None else model.name for model in chosen]
 
 
 class Traffic:
-    """Sequences of a server, whose acceptance varies between sequences."""
+    """Simulated sequences whose acceptance rates vary around the rate of their draft."""
 
     def __init__(self, rates: Mapping[str, float], steps: Mapping[str, float] | None = None, seed: int = 1) -> None:
         self.rates, self._chance = dict(rates), random.Random(seed)
@@ -50,11 +50,11 @@ class Traffic:
             yield model
 
     def share(self, name: str, sequences: int = 1000) -> float:
-        """The share that a draft gets of so many sequences."""
+        """Return the share of the next sequences that a draft gets."""
         return sum(model.name == name for model in self.run(sequences)) / sequences
 
     def loss(self, sequences: int) -> float:
-        """Relative loss of throughput because some sequences do not get the best draft."""
+        """Return the relative loss of throughput from sequences that do not get the best draft."""
         now = speeds()
         true = {model.name: now.alone(model, self.rates[model.name]) for model in self.models}
         best = max(self.models, key=lambda model: true[model.name])
@@ -63,9 +63,9 @@ class Traffic:
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0, 0.25), max_size=4), st.integers(1, 300))
-def test_fixed_shares_are_dealt_evenly(fixed: dict[str, float], count: int) -> None:
+def test_fixed_shares_hold_at_any_time(fixed: dict[str, float], count: int) -> None:
     models = [make_model(name) for name in "abcd"]
-    names = dealt(DraftShares(fixed or {"a": 0.25}), models, count)
+    names = assigned(DraftShares(fixed or {"a": 0.25}), models, count)
     for model in models:
         assert abs(names.count(model.name) - model.share * count) < len(models)
     assert sum(model.share for model in models) in (0, pytest.approx(1))
@@ -73,15 +73,15 @@ def test_fixed_shares_are_dealt_evenly(fixed: dict[str, float], count: int) -> N
 
 def test_fixed_shares() -> None:
     models = [make_model("current"), make_model("new"), make_model("other")]
-    assert dealt(DraftShares({"new": 0.1}), models[:2], 10).count("new") == 1
+    assert assigned(DraftShares({"new": 0.1}), models[:2], 10).count("new") == 1
     assert [model.share for model in models] == [0.9, 0.1, 0]
-    dealt(DraftShares({"new": 0.1}), models, 1)
+    assigned(DraftShares({"new": 0.1}), models, 1)
     assert [model.share for model in models] == pytest.approx([0.45, 0.1, 0.45])
-    assert dealt(DraftShares({"new": 0.0}), models[:2], 3) == ["current"] * 3, "withdrawn"
-    assert dealt(DraftShares({"new": 0.0}), models[1:2], 2) == ["", ""], "even if nothing else is ready"
-    assert dealt(DraftShares({"new": 0.1}), models[1:2], 2) == ["new"] * 2
+    assert assigned(DraftShares({"new": 0.0}), models[:2], 3) == ["current"] * 3, "withdrawn"
+    assert assigned(DraftShares({"new": 0.0}), models[1:2], 2) == ["", ""], "even if nothing else is ready"
+    assert assigned(DraftShares({"new": 0.1}), models[1:2], 2) == ["new"] * 2
     updated = [make_model("current", fingerprint=each) for each in ("one", "other")]
-    dealt(DraftShares({"new": 0.5}), [*updated, models[1]], 1)
+    assigned(DraftShares({"new": 0.5}), [*updated, models[1]], 1)
     assert [model.share for model in updated] == [0.25, 0.25], "drafts with the same name divide its share"
 
 
@@ -110,7 +110,7 @@ def test_three_drafts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_change_is_noticed(seed: int) -> None:
+def test_shares_follow_a_change_of_acceptance(seed: int) -> None:
     traffic = Traffic({"a": 0.8, "b": 0.4}, seed=seed)
     traffic.share("a", 1000)
     traffic.rates["a"] = 0.3
@@ -124,7 +124,7 @@ def test_a_change_is_noticed(seed: int) -> None:
 def test_the_first_draft_serves_before_any_is_proven() -> None:
     """As after a restart: the others may be bad."""
     models = [make_model("current"), make_model("new"), make_model("other")]
-    assert dealt(DraftShares(), models, 10).count("current") == 8
+    assert assigned(DraftShares(), models, 10).count("current") == 8
     assert [model.share for model in models] == pytest.approx([1 - 2 * NEW_SHARE, NEW_SHARE, NEW_SHARE])
 
 

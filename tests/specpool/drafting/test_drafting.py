@@ -86,7 +86,7 @@ def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
         plan = plan_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5), lookup=plan.lookup))
     assert plan.num_draft_tokens == 0
-    assert len(plan.lookup_ids) == 16, "twice as many as of the model"
+    assert len(plan.lookup_ids) == 16, "twice the limit for the model"
 
 
 def test_prompt_lookup_learns_from_tokens_that_were_not_verified() -> None:
@@ -328,8 +328,8 @@ def test_draft_tokens_after_the_end_count_as_agreed(accepted: int) -> None:
     assert cut.calibration.chances == whole.calibration.chances
 
 
-def test_drafts_learn_apart() -> None:
-    """Acceptance and calibration belong to a draft model. A sequence that moves starts with the other's rate."""
+def test_draft_models_learn_separately() -> None:
+    """Each draft model has its own acceptance and calibration. A moved sequence starts with the rate of its new one."""
     current, new = DraftModel(("", "a"), max_model_len=1000), DraftModel(("", "b"), max_model_len=2)
     drafting, sequence = make_drafting(), make_sequence(number=7)
     drafting.assign([sequence], [current])

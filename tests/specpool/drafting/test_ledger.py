@@ -273,8 +273,8 @@ def test_a_run_is_never_much_slower_than_plain_decoding(
 # --- Rounds of several methods
 
 
-def test_methods_that_share_rounds_are_judged_apart() -> None:
-    """Both draft 4 tokens for one of 2 sequences, which makes a round 40% longer. Only those of one are right."""
+def test_methods_that_share_rounds_are_judged_separately() -> None:
+    """Each method drafts 4 tokens for one of 2 sequences. Rounds take 40% longer, and only one method is right."""
     ledger = Ledger(costs())
     for _ in range(MIN_PLAIN):
         ledger.observe(2, 2, PLAIN, None)

@@ -1,4 +1,4 @@
-"""Simulated rounds with predictions: what right and wrong ones gain and cost, also beside other clients."""
+"""Simulated rounds with predictions: gain of right ones, cost of wrong ones, and isolation of clients."""
 
 import random
 from collections.abc import Callable
@@ -22,17 +22,17 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def edited(text: tuple[int, ...]) -> tuple[int, ...]:
-    """Three tokens replaced, six inserted, six deleted."""
+    """Replace three tokens, insert six, and delete six."""
     return (*text[:100], 7, 8, 9, *text[103:200], *range(6), *text[200:300], *text[306:])
 
 
 def wrong(text: tuple[int, ...]) -> tuple[int, ...]:
-    """The same tokens in another order."""
+    """Reverse the tokens."""
     return text[::-1]
 
 
 class Server:
-    """Answers texts in rounds that take 3 ms, and 1 ms for each row. At best, drafts make 8 sequences 1.38x as fast."""
+    """Simulates rounds that take 3 ms, plus 1 ms per row. At best, drafts speed up 8 sequences by 1.38x."""
 
     def __init__(self) -> None:
         self.costs = RoundCosts(
@@ -41,7 +41,7 @@ class Server:
         self.drafting, self._number = Drafting(16, self.costs), 0
 
     def answer(self, texts: Items[tuple[int, ...]], predictions: Items[tuple[int, ...]]) -> list[float]:
-        """Seconds until each answer was complete, given all requests at once. Each has a client of its own."""
+        """Return the seconds until each answer is complete. All requests start at once, each from its own client."""
         running, seconds, ended = dict[int, Sequence](), 0.0, dict[int, float]()
         for client, (text, prediction) in enumerate(zip(texts, predictions, strict=True)):
             self._number += 1
@@ -84,9 +84,7 @@ def test_an_edited_text_is_faster(batch: int, gain: float) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("after", [edited, wrong, None], ids=["after edited", "after wrong", "first"])
-def test_a_wrong_prediction_costs_little(
-    batch: int, after: Callable[[tuple[int, ...]], tuple[int, ...]] | None
-) -> None:
+def test_a_wrong_prediction_costs_little(batch: int, after: Edit | None) -> None:
     server, texts = Server(), TEXTS[:batch]
     plain = max(server.answer(texts, [()] * batch))
     if after is not None:
@@ -95,7 +93,7 @@ def test_a_wrong_prediction_costs_little(
 
 
 def test_wrong_predictions_of_one_client_do_not_affect_others() -> None:
-    """Seven answers with wrong predictions, again and again, beside one with a right prediction."""
+    """Seven requests with wrong predictions run beside one with a right prediction, several times."""
     server = Server()
     right = server.answer(TEXTS, [TEXTS[0], *[()] * 7])[0]
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Sources of lookups: which of them draft for a request, and their rates by run length."""
+"""Choice between the sources of lookups, and their acceptance rates."""
 
 import pytest
 
@@ -11,7 +11,7 @@ ANSWER = tuple(range(20, 50))
 
 
 def make_sequence(prompt: tuple[int, ...], number: int = 1, **fields: object) -> Sequence:
-    """A decoding sequence."""
+    """Return a decoding sequence."""
     fields = {"adaptive": True, "method": DraftMethod.BEST, "cache_salt": "s", "client": "alice", **fields}
     sequence = Sequence(number, GenerationRequest(str(number), prompt, 200, frozenset(), 8, **fields))  # type: ignore[arg-type]
     sequence.target.commit(len(prompt) - 1)
@@ -41,7 +41,7 @@ def found_by(sources: DraftSources, sequence: Sequence, limit: int = 3) -> tuple
     return lookup.token_ids, lookup.run, lookup.source
 
 
-def test_answers_are_found_from_their_first_token_on() -> None:
+def test_the_first_token_of_a_stored_answer_is_found() -> None:
     sources = make_sources(finished())
     assert found_by(sources, make_sequence((9, 4, 5, 6))) == (ANSWER[:3], 3, ANSWERS)
     assert found_by(sources, make_sequence((9, *ANSWER[:7]))) == (ANSWER[7:10], 7, ANSWERS)
@@ -77,13 +77,13 @@ def test_methods_choose_the_sources(method: DraftMethod, sources: set[LookupSour
 
 @pytest.mark.parametrize("method", DraftMethod)
 def test_a_prediction_drafts_with_every_method(method: DraftMethod) -> None:
-    """Validation refuses contradictions; a server's default method is none."""
+    """Validation refuses other explicit methods. The server's default method may be any."""
     lookup = make_sources().propose(make_sequence((1, 2), method=method, prediction=ANSWER), 3)
     assert (lookup.token_ids, lookup.source) == (ANSWER[:3], LookupSource.PREDICTION)
 
 
 def test_the_more_promising_source_drafts() -> None:
-    """Own text continues with 1, 2 and the answer with 27, 28. A new sequence starts with the rates of the others."""
+    """Own text continues with 1, 2, and the answer with 27, 28. A new sequence starts with the overall rates."""
     sources, prompt = make_sources(finished()), (*ANSWER[3:7], 1, 2, *ANSWER[3:7])
     own, answers = ((1, 2), 4, OWN), (ANSWER[7:9], 4, ANSWERS)
     assert found_by(sources, make_sequence(prompt), 2) == own, "equal rates"
@@ -110,7 +110,7 @@ def test_each_source_has_its_own_rates() -> None:
 
 
 def test_the_end_of_an_answer_is_less_promising() -> None:
-    """Fewer tokens can be drafted from it than from a loop in the sequence's own text."""
+    """It has fewer tokens to draft than a loop in the sequence's own text."""
     sources = make_sources(finished())
     for number in range(100, 130):
         sequence = make_sequence(ANSWER[:4], number)

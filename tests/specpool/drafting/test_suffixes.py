@@ -13,9 +13,9 @@ from specpool.drafting.votes import MAX_MATCH
 
 
 def naive(token_ids: list[int], k: int) -> list[tuple[int, list[int]]]:
-    """Occurrences of the last tokens, longest match first, then latest. A match may overlap the last tokens.
+    """Find the last tokens by brute force, longest match first, then latest. Matches may overlap the last tokens.
 
-    Only the latest ones of the last token count, and some more of the last pair.
+    Only the latest `MAX_SINGLES` occurrences of the last token and `MAX_PAIRS` of the last pair count.
     """
     found = list[tuple[int, list[int]]]()
     num_pairs = num_singles = 0
@@ -41,7 +41,7 @@ def matches(index: SuffixIndex, token_ids: list[int], k: int) -> list[tuple[int,
     cuts=st.lists(st.integers(1, 8)),
     k=st.integers(1, 9),
 )
-def test_the_matches_are_those_of_a_naive_search(token_ids: list[int], cuts: list[int], k: int) -> None:
+def test_matches_equal_those_of_a_naive_search(token_ids: list[int], cuts: list[int], k: int) -> None:
     index, known = SuffixIndex(), 0
     for size in [*cuts, 60]:
         known = min(len(token_ids), known + size)
@@ -49,7 +49,7 @@ def test_the_matches_are_those_of_a_naive_search(token_ids: list[int], cuts: lis
 
 
 class Counted(list[int]):
-    """A list that counts the items read."""
+    """A list that counts item reads."""
 
     reads = 0
 
@@ -59,12 +59,12 @@ class Counted(list[int]):
 
 
 def distinct(count: int) -> list[int]:
-    """A prompt without repeated tokens, all of them above 99."""
+    """Return a prompt of distinct tokens above 99."""
     return [100 + (i // 2 if i % 2 else i + count) for i in range(count)]
 
 
 def test_long_prompts_are_indexed_over_many_calls() -> None:
-    """Each call reads a bounded number of tokens, and finds only indexed ones."""
+    """Each call reads a bounded number of tokens, and finds only indexed occurrences."""
     prompt = Counted([*distinct(20 * TOKENS_PER_CALL), 1, 2, 3, 4, 5, 6])
     prompt += [*distinct(TOKENS_PER_CALL), 1, 2, 3, 4]
     index = SuffixIndex()
@@ -75,7 +75,7 @@ def test_long_prompts_are_indexed_over_many_calls() -> None:
         assert found == ([] if call < 20 else [(4, [5, 6])])
 
 
-def test_long_prompts_are_indexed_while_they_are_prefilled() -> None:
+def test_long_prompts_are_indexed_during_prefill() -> None:
     prompt = (*range(10, 10 + 3 * TOKENS_PER_CALL), 1, 2, 3, 4, 5, 1, 2, 3)
     sequence = Sequence(0, GenerationRequest("r", prompt, 99, frozenset(), 4, method=DraftMethod.NGRAM))
     source = SequenceSource()
@@ -87,7 +87,7 @@ def test_long_prompts_are_indexed_while_they_are_prefilled() -> None:
     assert (found.token_ids, found.run, found.start) == ((4, 5), 3, len(prompt))
 
 
-def test_old_occurrences_are_dropped_to_bound_the_memory() -> None:
+def test_old_occurrences_are_dropped_to_bound_memory() -> None:
     ids = distinct(5 * MEMORY_TOKENS)
     recent, old = ids[-MEMORY_TOKENS // 2 :][:4], ids[100:104]
     index = SuffixIndex()

@@ -1,4 +1,4 @@
-"""Votes of matches: which tokens they draft, and how probable they are."""
+"""Votes of matches: the tokens that they draft, and the probabilities."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ def vote(rates: VoteRates, *found: tuple[int, tuple[int, ...]], sequence: Sequen
 
 
 def learn(rates: VoteRates, is_right: bool, found: tuple[int, tuple[int, ...]], times: int, number: int = 1) -> None:
-    """Let the target choose the voted tokens, or others."""
+    """Run rounds in which the target chooses the drafted tokens, or others."""
     for _ in range(times):
         sequence = make_sequence(number)
         lookup = vote(rates, found, sequence=sequence)
@@ -59,7 +59,7 @@ def test_only_adaptive_requests_draft_after_a_single_token() -> None:
 def test_chances_approach_the_observed_share_for_similar_votes_only() -> None:
     rates, wrong, right = make_rates(), (4, (5, 6, 7)), (16, (5, 6, 7))
     before = vote(rates, (2, (5, 6, 7))).chances
-    for number in range(300):  # of many sequences, so that none stands out
+    for number in range(300):  # many sequences, so that none has a rate of its own
         learn(rates, False, wrong, 1, number)
         learn(rates, True, right, 1, number)
     assert vote(rates, wrong, sequence=make_sequence(999)).chances[0] < 0.1
@@ -81,8 +81,8 @@ def test_a_sequence_that_repeats_badly_drafts_less() -> None:
     assert vote(rates, match, sequence=make_sequence(500)) == vote(rates, match, sequence=make_sequence(600))
 
 
-def test_lookups_are_compared_with_all_tokens_since() -> None:
-    """Rounds in flight may commit between the lookup and the commit of its round."""
+def test_lookups_are_compared_with_all_tokens_gained_since() -> None:
+    """Other rounds in flight may commit between a lookup and the commit of its round."""
     rates, sequence = make_rates(), make_sequence()
     lookup = vote(rates, (16, (8, 9, 7, 6)), sequence=sequence)
     sequence.token_ids += [8, 9, 1]
@@ -103,7 +103,7 @@ def test_lookups_are_compared_with_all_tokens_since() -> None:
         max_size=12,
     )
 )
-def test_chances_are_probabilities_and_end_the_draft(
+def test_chances_are_probabilities_and_limit_the_draft(
     rounds: list[tuple[list[tuple[int, list[int]]], list[int]]],
 ) -> None:
     rates = make_rates()

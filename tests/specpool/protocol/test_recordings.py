@@ -1,4 +1,4 @@
-"""The format of recorded answers: what is written can be read, up to the last whole line."""
+"""The file format of recorded answers: round trips, truncation, and damaged files."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_a_shard_is_readable_up_to_the_last_whole_line(
 
 
 @given(content=st.binary(max_size=60), after=st.sampled_from([b"", HEADER.encode()]))
-def test_damaged_shards_are_refused_by_name(shard: Path, content: bytes, after: bytes) -> None:
+def test_errors_of_damaged_shards_name_the_file(shard: Path, content: bytes, after: bytes) -> None:
     shard.write_bytes(after + content.replace(b"{", b"[") + b"\n")
     with pytest.raises(InvalidShardError, match=str(shard)):
         read_shard(shard)
@@ -53,13 +53,13 @@ def test_other_headers_are_refused(shard: Path, line: bytes, message: str) -> No
 
 
 @pytest.mark.parametrize("token_ids", ["[-1]", "[4294967296]", "[true]", "[1.5]", '["1"]', "1", "[[1]]"])
-def test_invalid_token_ids_are_refused_by_line(shard: Path, token_ids: str) -> None:
+def test_errors_of_invalid_token_ids_name_the_line(shard: Path, token_ids: str) -> None:
     shard.write_bytes(HEADER.encode() + f'{{"client":"","token_ids":{token_ids}}}\n'.encode())
     with pytest.raises(InvalidShardError, match="line 2: not a recorded answer"):
         read_shard(shard)
 
 
-def test_other_files_are_no_shards(tmp_path: Path) -> None:
+def test_other_files_are_not_shards(tmp_path: Path) -> None:
     for name in ("answers-1.jsonl", "answers-2.jsonl.part", "answers-3.json", "notes.jsonl"):
         (tmp_path / name).touch()
     assert [path.name for path in shards_in(tmp_path)] == ["answers-1.jsonl", "answers-2.jsonl.part"]

@@ -56,7 +56,7 @@ async def test_records_of_a_name_are_followed(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("error", [socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_AGAIN])
-async def test_only_an_answer_of_dns_withdraws_servers(error: int) -> None:
+async def test_only_an_answer_from_dns_withdraws_servers(error: int) -> None:
     is_up = True
 
     async def resolve(host: str, port: int) -> list[str]:

@@ -192,7 +192,7 @@ async def test_drafts_resume_after_a_draft_worker_restart(serve: Serve) -> None:
         served.check(row)
 
 
-async def test_a_draft_worker_with_another_tokenizer_gets_vllms_at_each_start(
+async def test_a_draft_worker_with_another_tokenizer_gets_the_targets_at_each_start(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.specpool")

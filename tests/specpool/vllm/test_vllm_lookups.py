@@ -1,4 +1,4 @@
-"""`RemoteDraft` with lookups in a row's own tokens and in earlier answers, with and without a draft worker."""
+"""`RemoteDraft` without a draft worker: lookups in a row's own tokens and in earlier answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def tokenizer(tmp_path: Path) -> str:
 
 
 def answers(vllm: StandIn, prompts: list[list[int]], steps: int = 40) -> int:
-    """Generate for all prompts, compare with plain decoding, and return the number of accepted draft tokens."""
+    """Generate, and compare with plain decoding. Return the number of accepted draft tokens."""
     rows = [vllm.add(prompt) for prompt in prompts]
     for _ in range(steps):
         vllm.step()

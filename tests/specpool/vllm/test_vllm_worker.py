@@ -100,7 +100,7 @@ async def _check_drafts(vllm: StandIn, host: WorkerHost) -> None:
     """Assert that tokens are exact and drafts are accepted, even after the worker loses its caches."""
     rows = [vllm.add([i, 30, 40 + i, 7]) for i in range(3)]
     await _until(vllm, lambda: all(row.accepted > 3 for row in rows))
-    await host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
+    await host.run(lambda backend: backend.expire(math.inf, 0.0))  # like a restart
     accepted = [row.accepted for row in rows]
     await _until(vllm, lambda: all(row.accepted > one + 3 for row, one in zip(rows, accepted, strict=True)))
     for row in rows:

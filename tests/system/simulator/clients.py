@@ -20,7 +20,7 @@ READ_BEFORE_PAUSE = 3
 
 @dataclass
 class Outcome:
-    """What a client has seen of its request."""
+    """Progress and end of a request as its client has seen them."""
 
     request: Request
     sent: float

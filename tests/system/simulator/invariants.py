@@ -1,4 +1,4 @@
-"""What must hold: after each event, at the end of each request, and once everything has ended."""
+"""Invariants after each event, at the end of each request, and at the end of a simulation."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Draws what lookups find: predictions, right, wrong and hostile ones, and requests that repeat earlier ones."""
+"""Draws input for lookups: right, wrong and hostile predictions, and requests that repeat earlier ones."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ REPEATS = 0.3
 
 
 def with_lookups(rng: random.Random, pair: ToyPair, events: Sequence[Event]) -> list[Event]:
-    """The events, with methods, salts, repeated prompts and predictions of their requests."""
+    """Return the events, with methods, salts, repeated prompts and predictions for their requests."""
     drawn: list[Event] = []
     earlier: list[Request] = []
     for event in events:
@@ -44,13 +44,13 @@ def _with_prediction(rng: random.Random, pair: ToyPair, request: Request) -> Req
         "edited": edited(rng, answer),
         "random": [rng.randrange(EOS) for _ in range(rng.choice([1, 8, LONG_PREDICTION]))],
         "loop": [rng.randrange(EOS)] * LONG_PREDICTION,
-        "prompt": [*request.prompt] * 20,  # matches at many places, and continues at none as the answer does
+        "prompt": [*request.prompt] * 20,  # matches in many places, but never continues like the answer
     }[kind]
     return replace(request, method=rng.choice(["prediction", "best"]), prediction=tuple(prediction))
 
 
 def edited(rng: random.Random, answer: Sequence[int]) -> list[int]:
-    """An answer with some tokens replaced, removed and added."""
+    """Replace, remove and add some tokens."""
     tokens = list(answer)
     for _ in range(rng.randint(1, 3)):
         start = rng.randrange(len(tokens) + 1)

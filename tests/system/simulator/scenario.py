@@ -89,7 +89,7 @@ def _carried(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[Wor
 
 
 def _canaries(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[WorkerSetup]:
-    """Give some draft workers other weights, perhaps new ones after each crash, and a second draft to others."""
+    """Give some draft workers other weights, which may change at each restart. Add a second worker to some."""
     for worker in workers:
         if worker.role == "draft":
             yield replace(worker, weights=rng.choice([("toy",), ("toy",), ("other",), ("toy", "other")]))
@@ -101,7 +101,7 @@ def _canaries(rng: random.Random, workers: Iterable[WorkerSetup]) -> Iterator[Wo
 
 
 def _competing(rng: random.Random, workers: list[WorkerSetup]) -> list[WorkerSetup]:
-    """Name the drafts, and let the last of several have another quality."""
+    """If there are several drafts, sometimes name them, and give the last one another acceptance rate."""
     drafts = [worker for worker in workers if worker.role == "draft"]
     if len(drafts) < 2 or rng.random() < 0.5:
         return workers

@@ -1,4 +1,4 @@
-"""What a simulation consists of: workers, settings, and a plain list of events, all drawn from a seed or shrunk."""
+"""Setup of a simulation: workers, settings, and a plain list of events, all drawn from a seed or shrunk."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from simulator.model import ToyPair
 FORGET_DRAFT = "forget_draft"
 """A fault: a target loses the caches of the draft that it carries."""
 WITHDRAWN = "new=0"
-"""Shares of drafts: the one named new gets no sequences."""
+"""Shares with which the draft named "new" gets no sequences."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class WorkerSetup:
     draft: "WorkerSetup | None" = None
     """The draft that a target carries."""
     weights: tuple[str, ...] = ("toy",)
-    """Fingerprints of the weights of its lives, in turns."""
+    """Fingerprints of the weights, used by successive lives in a cycle."""
     name: str = ""
-    """The name of a draft among several."""
+    """The operator's name for the draft."""
     agreement: float | None = None
-    """Of a draft; None: that of the pair."""
+    """Agreement of the draft with the target; None: that of the pair."""
 
     @property
     def entry(self) -> str:
-        """The worker in the coordinator's settings."""
+        """Entry for the worker in the coordinator's settings."""
         return f"{self.name}={self.address}" if self.name else self.address
 
     def pass_seconds(self, rows: int) -> float:

@@ -46,7 +46,7 @@ TOKENIZER = TokenizerDescription(
 
 @dataclass
 class Result:
-    """What one or more simulations have found."""
+    """Results of one or more simulations."""
 
     number: int = 1
     """Number of simulations."""
@@ -58,7 +58,7 @@ class Result:
     messages: int = 0
     virtual_seconds: float = 0.0
     seconds: Counter[str] = field(default_factory=Counter)
-    """Duration of requests by client."""
+    """Total duration of requests, by client."""
     ends: Counter[str] = field(default_factory=Counter)
     audits: Counter[str] = field(default_factory=Counter)
     """Results of audits."""

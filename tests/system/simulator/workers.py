@@ -190,7 +190,7 @@ class Worker:
         return self.setup.role == "target"
 
     def next_weights(self) -> str:
-        """Fingerprint of the weights of the next life."""
+        """Begin the next life, and return the fingerprint of its weights."""
         self._lives += 1
         return self.setup.weights[self._lives % len(self.setup.weights)]
 

@@ -167,7 +167,7 @@ def test_drafts_with_another_tokenizer_are_refused(tiny_pair: tuple[Path, Path],
     check_same_tokenizer(target, draft, "try it")
     tokenizer = json.loads((tiny_pair[1] / "tokenizer.json").read_text())
     other = EngineOptions(model=model_folder(tmp_path))
-    check_same_tokenizer(target, other, "try it")  # unknown, so loading decides
+    check_same_tokenizer(target, other, "try it")  # cannot tell before loading
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
     check_same_tokenizer(target, other, "try it")
     edit_json(tmp_path, "tokenizer.json", model=tokenizer["model"] | {"vocab": {"a": 0}})
