@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from mixes import branches_only
 from replicas import replicas
 from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving
 
@@ -97,6 +98,24 @@ async def test_sequences_of_a_canary_that_dies_continue_with_the_other_draft() -
         assert moved <= seen(current)
         drafts = await drafts_of(served)
         assert (drafts["new"].ready_workers, drafts["new"].share) == (0, 0)
+
+
+class WithoutBranches(RecordingDraft):
+    """Cannot draft during a verification, such as a draft with another tokenizer."""
+
+    def __init__(self, target: RecordingTarget, **knobs: Any) -> None:
+        super().__init__(target, max_branches=0, **knobs)
+
+
+async def test_a_canary_without_branches_takes_none_from_the_current_draft() -> None:
+    """It drafts now and then before the verification."""
+    async with serving_canary(canary=WithoutBranches, draft_share="new=0.25", overlap="on") as (served, current, new):
+        with branches_only():
+            await generate(served, 16, 200)
+        drafts = await drafts_of(served)
+    assert any(item.num_branches for request in current.requests for item in request.items)
+    assert not any(item.num_branches for request in new.requests for item in request.items)
+    assert drafts["current"].accepted_draft_tokens > drafts["new"].accepted_draft_tokens > 0
 
 
 class Hanging(RecordingDraft):

@@ -8,7 +8,7 @@ from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.drafting.branching import Branching, BranchPlan
 from specpool.drafting.costs import RoundCosts, StepTimes
-from specpool.drafting.draft_lengths import PLAN_ROUNDS, DraftLengths, DraftOptions
+from specpool.drafting.draft_lengths import PLAN_ROUNDS, ROUNDS_WITH_BRANCHES, DraftLengths, DraftOptions
 from specpool.drafting.drafting import Drafting
 from specpool.drafting.ledger import FREE_TRIALS
 from specpool.drafting.plans import DraftMethod, DraftPlan
@@ -103,6 +103,17 @@ def test_without_branches_drafts_come_before_the_verification() -> None:
     lengths, plans = lengths_after_trials(max_branches=0)
     assert lengths.branches == BranchPlan()
     assert all(plan.num_draft_tokens and not plan.num_branches for plan in plans.values())
+
+
+def test_a_draft_that_cannot_branch_takes_no_branches_from_others() -> None:
+    """It drafts now and then before the verification, so that its acceptance is known."""
+    lengths, _ = lengths_after_trials(max_branches=64)
+    offered = {i: DraftOptions(max_num_draft_tokens=16, can_branch=i > 0) for i in range(8)}
+    rounds = [lengths.choose(offered, max_branches=64) for _ in range(4 * ROUNDS_WITH_BRANCHES)]
+    assert not any(plans[0].num_branches for plans in rounds)
+    without = [plans for plans in rounds if not any(plan.num_branches for plan in plans.values())]
+    assert 1 <= len(without) <= 4
+    assert all(plan.num_draft_tokens for plans in without for plan in plans.values())
 
 
 def test_a_paused_model_drafts_no_branches() -> None:
