@@ -2,12 +2,11 @@
 
     python -m benchmarks.adaptation [--num-prompts 400] [--held-out 80] [--epochs 4] [--output FOLDER]
 
-The prompts are those of `benchmarks.domain`. A service with the embedded pair first answers the held-out prompts, with
-a cache salt, so that it does not record them, and then records its answers to the other prompts. `specpool distill
---from` trains the draft on the recording. A service with that draft answers the held-out prompts again. Both services
-also answer general prompts, those of `specpool demo`. The table shows both drafts with four draft tokens per round of
-the draft model (k4), and with the server's defaults (best). Exit status 1: an answer has changed. The last line printed
-is JSON.
+Prompts come from `benchmarks.domain`. A service with the embedded pair answers the held-out prompts, with a cache salt
+so that it does not record them, and then records its answers to the other prompts. `specpool distill --from` trains the
+draft on the recording. A service with the new draft answers the held-out prompts again. Both services also answer the
+general prompts of `specpool demo`. The table compares both drafts, with four draft tokens per round from the model only
+(k4), and with the server's defaults (best). Exit status 1: an answer has changed. The last line printed is JSON.
 """
 
 import argparse
@@ -39,11 +38,15 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--num-prompts", type=whole(64, 10_000), default=400, help="prompts to record the answers of")
-    parser.add_argument("--held-out", type=whole(1, 10_000), default=80, help="further prompts, to measure with")
+    parser.add_argument(
+        "--num-prompts", type=whole(64, 10_000), default=400, help="number of prompts whose answers to record"
+    )
+    parser.add_argument("--held-out", type=whole(1, 10_000), default=80, help="number of further prompts to measure")
     parser.add_argument("--max-tokens", type=whole(8, 1000), default=96, help="maximum tokens of an answer")
-    parser.add_argument("--epochs", type=real(0.01, 100), default=4.0, help="passes of the training over the answers")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the training")
+    parser.add_argument("--epochs", type=real(0.01, 100), default=4.0, help="training passes over the answers")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="precision of the training"
+    )
     parser.add_argument("--output", type=output_folder, help="folder for the recording, the draft and the result")
     options = parser.parse_args()
     prompts = domain_prompts()
@@ -62,7 +65,7 @@ def main() -> None:
 
 
 def adapt(held_out: list[str], recorded: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the loop: record, train, replace the draft. Return the measures and the time of each step."""
+    """Record answers, train a draft, and replace the old one. Return the measurements and the time of each step."""
     traffic, draft = folder / "traffic", folder / "draft"
     measured: dict[str, list[Prompt]] = {"domain": chats(held_out), "general": [each.prompt for each in own_prompts()]}
     began = time.perf_counter()
@@ -90,13 +93,13 @@ def chats(prompts: Iterable[str]) -> list[Prompt]:
 async def serve(
     measured: Mapping[str, list[Prompt]], recorded: list[Prompt], max_tokens: int, **settings: Any
 ) -> tuple[list[Row], list[list[int]]]:
-    """Measure the draft on prompts by kind, then answer those to record. Return the rows, and the measured answers."""
+    """Measure the draft on `measured`, then answer the prompts to record. Return the rows and the measured answers."""
     console.print(f"starting the service ({', '.join(settings)})")
     up = UpSettings(port=0, log_level="error", drain_seconds=5, max_num_seqs=CONCURRENCY, **settings)
     rows, answers = [], []
     async with running(up) as address, AsyncClient(address) as client:
         for (name, prompts), (kind, options) in product(measured.items(), KINDS.items()):
-            # A salt of its own keeps each answer out of the recording, and out of other answers' lookups.
+            # A unique salt keeps each answer out of the recording and out of the lookups of other requests.
             salted: list[GenerateOptions] = [
                 options | {"max_tokens": max_tokens, "cache_salt": str(i)} for i in range(len(prompts))
             ]
@@ -120,7 +123,7 @@ async def generate(
 
 
 def acceptance(responses: Sequence[pb.GenerateResponse]) -> Row:
-    """Acceptance rate of draft tokens, and tokens per round, over all answers."""
+    """Return the acceptance rate and the tokens per round over all answers."""
     speculation = [response.speculative_decoding for response in responses]
     tokens = sum(len(response.token_ids) for response in responses)
     drafted = sum(each.num_draft_tokens for each in speculation)
@@ -133,7 +136,7 @@ def acceptance(responses: Sequence[pb.GenerateResponse]) -> Row:
 
 
 def distill(traffic: Path, draft: Path, *options: str) -> float:
-    """Train the embedded draft on the recording. Return the seconds of CPU time."""
+    """Train the embedded draft on the recording. Return the CPU time in seconds."""
     command = [sys.executable, "-m", "specpool.distill", "--from", str(traffic), "--output", str(draft)]
     before = _child_seconds()
     subprocess.run([*command, *options], check=True, stdout=sys.stderr)

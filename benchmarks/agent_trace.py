@@ -1,7 +1,7 @@
-"""A made-up trace of an agent that answers support tickets with tool calls. Deterministic; no model writes it.
+"""Synthetic trace of an agent that answers support tickets with tool calls. Deterministic, without a model.
 
-Each ticket is a series of requests. A request's answer is a tool call in JSON, and the next prompt adds its result.
-Tickets of one kind repeat the same calls with other arguments, as agents do.
+Each ticket is a series of requests. The answer to a request is a tool call in JSON; the next prompt adds the result.
+Tickets of the same kind repeat the same calls with different arguments, as agents do.
 """
 
 import json
@@ -42,7 +42,7 @@ class Ticket:
 
 
 def agent_texts(tickets: int, seed: int = 0) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Of each ticket: the first prompt, then pairs of a tool call and the text between it and the next call."""
+    """Yield the first prompt of each ticket, with pairs of a tool call and the text up to the next call."""
     random_ = random.Random(seed)
     for number in range(tickets):
         ticket = _ticket(4000 + number, random_)

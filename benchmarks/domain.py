@@ -1,4 +1,4 @@
-"""Prompts of a narrow domain: messages of customers of one product, which the model answers for its support."""
+"""Prompts of a narrow domain: requests to answer support messages about one product."""
 
 import random
 from itertools import product
@@ -23,7 +23,7 @@ WISHES = (
 
 
 def domain_prompts(seed: int = 0) -> list[str]:
-    """Return all distinct prompts, in random order."""
+    """Return all prompts, without duplicates, in random order."""
     messages = [f"{problem}. {history} {wish}" for problem, history, wish in product(PROBLEMS, HISTORIES, WISHES)]
     random.Random(seed).shuffle(messages)
     return [PROMPT.format(message=message[0].upper() + message[1:]) for message in messages]

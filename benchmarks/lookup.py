@@ -1,13 +1,13 @@
-"""Replay greedy answers through the lookup sources: draft tokens that cost no model pass.
+"""Replay greedy answers through the lookup sources, whose draft tokens cost no model pass.
 
     python -m benchmarks.lookup --prompts FILE [--answers FILE] [--k 32] [--row-costs 0.08,0.25] [--output FOLDER]
 
-`--prompts` has Spec-Bench questions. The embedded target answers them once; `--answers` keeps the answers for later
-runs. A trace of tool calls (`benchmarks/agent_trace.py`) needs no model. Requests run one after the other. A round
+`--prompts` has Spec-Bench questions. The embedded target answers them once; `--answers` stores the answers for later
+runs. The trace of tool calls (`benchmarks/agent_trace.py`) needs no model. Requests run one after another. A round
 verifies draft tokens while the probability that all are accepted is at least the cost of a row, in tokens. `shared`
-requests have one cache salt, so later ones find earlier answers. `net` is tokens per round minus the cost of the draft
-tokens. A row cost of 0 verifies all draft tokens, which bounds the tokens per round. `us_per_token` is the processor
-time of the sources, including their index. The last line printed is JSON.
+requests have the same cache salt, so later ones find earlier answers. `net` is tokens per round minus the cost of the
+draft tokens. With a row cost of 0, all draft tokens are verified, which gives an upper bound on tokens per round.
+`us_per_token` is the CPU time of the sources, including indexing. The last line printed is JSON.
 """
 
 import time
@@ -36,7 +36,7 @@ NO_PREDICTION = Prediction([[]], [[]])
 
 @dataclass
 class Counts:
-    """Sums over the rounds of a group of requests."""
+    """Totals over the rounds of a group of requests."""
 
     rounds: int = 0
     tokens: int = 0
@@ -82,7 +82,7 @@ def costs(text: str) -> list[float]:
 
 
 def agent_turns(tickets: int) -> list[Turn]:
-    """The requests of the agent trace, with one prompt and answer for each tool call."""
+    """Return the requests of the agent trace, one per tool call."""
     tokenizer, turns = load_target_tokenizer(), []
     for first, steps in agent_texts(tickets):
         prompt = list(tokenizer(first).input_ids)
@@ -94,7 +94,7 @@ def agent_turns(tickets: int) -> list[Turn]:
 
 
 def replay(turns: Sequence[Turn], k: int, row_cost: float, is_shared: bool) -> dict[str, Counts]:
-    """Replay all answers, which share what the sources learn. Return the counts of each group."""
+    """Replay all answers through the same sources. Return the counts of each group."""
     sources, found = DraftSources(STORE_TOKENS if is_shared else 0), dict[str, Counts]()
     for number, turn in enumerate(turns):
         counts = replay_turn(sources, number, turn, k, row_cost, is_shared)
@@ -110,14 +110,14 @@ def group_of(turn: Turn) -> str:
 
 
 def replay_turn(sources: DraftSources, number: int, turn: Turn, k: int, row_cost: float, is_shared: bool) -> Counts:
-    """Replay an answer. Its first token comes from the prompt's pass."""
+    """Replay an answer. Its first token comes from the prefill."""
     salt = "shared" if is_shared else ""
     request = Request(DraftMethod.SUFFIX, k, cache_salt=salt, namespace=("", salt))
     recording = Recording(turn.prompt, turn.answer, NO_PREDICTION)
     sequence = Replayed(number, request, recording, list(turn.prompt), DraftCache(0))
     counts, clock = Counts(), time.process_time
     began = clock()
-    for _ in range(0, len(turn.prompt), 256):  # passes over the prompt
+    for _ in range(0, len(turn.prompt), 256):  # one call per prefill pass
         sources.propose(sequence, k)
     counts.seconds += clock() - began
     sequence.is_decoding = True

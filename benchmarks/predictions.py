@@ -1,13 +1,13 @@
-"""Measure the speed of answers with a prediction.
+"""Measure the speed of generation with predictions.
 
     python -m benchmarks.predictions [--prompts FILE] [--concurrencies 1,8] [--repeats 5] [--output FOLDER]
 
-One service answers all prompts in turns: "plain" without speculation, "default" without a prediction, "edited" with a
-prediction, and "wrong" with one that is all wrong. A prediction is the plain answer with other words in three places:
-three replaced, six inserted, six deleted. The wrong one has all words in reverse order. Only answers of at least
---min-tokens tokens take part.
+One service answers all prompts in alternation: "plain" without speculation, "default" without a prediction, "edited"
+and "wrong" with one. The edited prediction is the plain answer with three words replaced, six inserted and six deleted,
+each in one place. The wrong prediction has the words of the plain answer in reverse order. Prompts whose answers are
+shorter than --min-tokens are skipped.
 
-Ratios are taken within a repeat: "edited" relative to "plain", and "wrong" to "default". The table shows medians. Exit
+Ratios compare runs of the same repeat: "edited" with "plain", and "wrong" with "default". The table shows medians. Exit
 status 1: an answer differs from the plain one. The last line printed is JSON.
 """
 
@@ -30,13 +30,13 @@ from specpool.v1 import generation_pb2 as pb
 
 PLAIN, DEFAULT, EDITED, WRONG = KINDS = "plain", "default", "edited", "wrong"
 BASES = {DEFAULT: PLAIN, EDITED: PLAIN, WRONG: DEFAULT}
-"""What each kind is compared with."""
+"""Baseline of each kind."""
 LOAD = 2
-"""Minimum answers of a run, per request in flight."""
+"""Minimum number of answers in a run, per request in flight."""
 
 
 def edited(text: str) -> str:
-    """The text with other words in three places."""
+    """Replace three words, insert six and delete six, each in one place."""
     words, at = text.split(" "), len(text.split(" ")) // 4
     new = words[::-7]
     parts = words[:at], new[:3], words[at + 3 : 2 * at], new[3:9], words[2 * at : 3 * at], words[3 * at + 6 :]
@@ -53,10 +53,10 @@ class Benchmark:
     def __init__(self, client: AsyncClient, max_tokens: int) -> None:
         self._client, self._max_tokens = client, max_tokens
         self._answers: dict[str, pb.GenerateResponse] = {}
-        """Plain answers by prompt."""
+        """Plain answer by prompt."""
 
     async def learn(self, lines: list[PromptLine], min_tokens: int) -> list[PromptLine]:
-        """Answer all prompts plainly. Return those with long answers."""
+        """Answer all prompts without speculation. Return the prompts with long enough answers."""
         for line in lines:
             answer = await self._client.generate(line.prompt, max_tokens=self._max_tokens, num_speculative_tokens=0)
             self._answers[_key(line)] = answer
@@ -110,14 +110,14 @@ async def serve(lines: list[PromptLine], options: argparse.Namespace) -> list[Ru
         async def answered(case: tuple[int, str]) -> Run:
             return await benchmark.run(list(islice(cycle(found), max(len(found), LOAD * case[0]))), *case)
 
-        for case in cases:  # learn the costs of rounds
+        for case in cases:  # warm up: the server learns the costs of rounds
             await answered(case)
         runs = await in_turns(cases, options.repeats, answered)
     return [summary(*case, found, runs[case[0], BASES.get(case[1], PLAIN)]) for case, found in runs.items()]
 
 
 def summary(concurrency: int, kind: str, runs: list[Run], base: list[Run]) -> Run:
-    """The row of a kind. `base`: the runs it is compared with, of the same repeats."""
+    """Return the row of a kind. `base`: runs of its baseline in the same repeats."""
     row: Run = {"concurrency": concurrency, "kind": kind, "tokens_per_s": round(median(runs, "tokens_per_s") or 0, 1)}
     row |= {"to": BASES.get(kind, PLAIN), **spread(ratios(runs, base, "tokens_per_s"))}
     row |= {name: round(median(runs, name) or 0, 1) for name in ("accepted", "rejected")}

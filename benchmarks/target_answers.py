@@ -1,4 +1,4 @@
-"""Greedy answers of the embedded target to whole conversations, generated once and kept in a file."""
+"""Greedy answers of the embedded target to multi-turn conversations, generated once and stored in a file."""
 
 import json
 from collections import deque
@@ -21,7 +21,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt with all earlier turns, and the target's answer to it."""
+    """A prompt, which includes all earlier turns, and the target's answer."""
 
     category: str
     number: int
@@ -51,13 +51,16 @@ class _Chat:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Spec-Bench questions: lines of {"category", "turns"}. OSError, ValueError, LookupError, TypeError: invalid."""
+    """Read Spec-Bench questions: JSON lines of {"category", "turns"}.
+
+    Raises OSError, ValueError, LookupError or TypeError for an invalid file.
+    """
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [Conversation(record["category"], tuple(record["turns"])) for record in records]
 
 
 def load_turns(conversations: Sequence[Conversation], tokens: int, path: Path | None) -> list[Turn]:
-    """The answers, each of at most `tokens` tokens. `path`: file to read them from, or to keep them in."""
+    """Return the answers, of at most `tokens` tokens each. `path`: file to read them from, or to write if missing."""
     if path is not None and path.exists():
         return [Turn(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     turns = [turn for chat in _answers(conversations, tokens) for turn in chat.turns]
@@ -67,13 +70,13 @@ def load_turns(conversations: Sequence[Conversation], tokens: int, path: Path | 
 
 
 def load_target_tokenizer() -> Any:
-    """Tokenizer of the embedded target."""
+    """Return the tokenizer of the embedded target."""
     return load_tokenizer(str(embedded_pair().target))
 
 
 @torch.inference_mode()
 def _answers(conversations: Sequence[Conversation], tokens: int) -> Iterator[_Chat]:
-    """Answer `BATCH` conversations at a time."""
+    """Answer up to `BATCH` conversations at a time. Yield each conversation when it is complete."""
     options = EngineOptions(model=str(embedded_pair().target), device="cpu", max_sequences=BATCH)
     engine = load_unproven_engine(options, exact=True)
     tokenizer, waiting = load_target_tokenizer(), deque(conversations)
@@ -103,7 +106,7 @@ def _answers(conversations: Sequence[Conversation], tokens: int) -> Iterator[_Ch
 
 
 def _next_turn(chat: _Chat, tokenizer: Any, limit: int) -> Span:
-    """Ask the next question: a pass over the whole chat."""
+    """Append the next question, and return a span over the whole chat."""
     number = len(chat.turns)
     chat.messages.append({"role": "user", "content": chat.conversation.questions[number]})
     prompt = list(tokenizer.apply_chat_template(chat.messages, add_generation_prompt=True, return_dict=False))

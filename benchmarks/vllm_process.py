@@ -67,8 +67,10 @@ class VllmEngine:
     def __init__(
         self, model: Path, kind: str, draft_address: str | None = None, log: IO[str] | None = None, **arguments: Any
     ) -> None:
-        """`kind`: a key of `SPECULATION`. `log`: standard error. `arguments`: arguments of `vllm.LLM`, and `cores` and
-        `variables` of the environment."""
+        """`kind`: a key of `SPECULATION`. `log`: standard error of the process.
+
+        `arguments`: arguments of `vllm.LLM`, plus `cores` (CPU list) and `variables` (environment variables).
+        """
         python = vllm_python()
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
         environment |= arguments.pop("variables", {})

@@ -65,7 +65,7 @@ class CoordinatorMetrics:
         coverage = {
             address: info.vocabulary_coverage if info.tokenizer_translation else 1.0 for address, info in drafts.items()
         }
-        text = "Share of the target's vocabulary that a draft's has, too; below 1, tokens are translated."
+        text = "Share of the target's vocabulary that the draft also has; 1 without translation."
         return Families().gauge("draft_vocabulary_coverage", text, coverage, "address")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
@@ -117,7 +117,7 @@ class CoordinatorMetrics:
         yield counter("audited_requests", "Samples selected for an audit, by result.", audits, "result")
         recorder = self._coordinator.recorder
         recorded = recorder.results if recorder is not None else dict.fromkeys(RECORDING_RESULTS, 0)
-        text = "Finished answers selected for the recording, by result."
+        text = "Finished answers selected for recording, by result."
         yield counter("recorded_answers", text, recorded, "result")
         yield from self._limits(families)
         yield from self._rounds(families)
@@ -134,11 +134,11 @@ class CoordinatorMetrics:
         windows = [lane.window for lane in coordinator.lanes]
         used, slots = sum(window.occupied for window in windows), sum(window.slots for window in windows)
         yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
-        text, tokens = "Tokens of the prompts and predictions in the queue.", coordinator.queue.waiting.tokens
+        text, tokens = "Prompt and prediction tokens in the queue.", coordinator.queue.waiting.tokens
         yield gauge("prompt_tokens_waiting", text, tokens)
         yield gauge(
             "prompt_tokens_waiting_limit",
-            "Maximum tokens of prompts and predictions in the queue.",
+            "Maximum prompt and prediction tokens in the queue.",
             settings.queue_tokens,
         )
         yield gauge("window_size", "Maximum samples generated at a time.", coordinator.lanes.max_num_seqs)
@@ -200,24 +200,24 @@ def _draft_models(families: Families, states: list[DraftModelState]) -> Iterator
     if not states:
         return
     info = {(state.name, state.model, state.weights_fingerprint): 1.0 for state in states}
-    text = "Model and weights of a draft, in the labels; always 1."
+    text = "Model and weights of a draft model as labels; always 1."
     yield families.gauge("draft_model_info", text, info, "draft", "model", "weights_fingerprint")
     gauges = (
-        ("share", "Share of new samples that draft with it, 0 to 1.", "share"),
-        ("samples", "Samples that draft with it now.", "running"),
+        ("share", "Share of new samples assigned to the draft model, 0 to 1.", "share"),
+        ("samples", "Running samples assigned to the draft model.", "running"),
         (
             "expected_tokens_per_second",
-            "Expected tokens per second if it drafted for all samples.",
+            "Expected tokens per second if the draft model drafted for all samples.",
             "expected_tokens_per_s",
         ),
     )
     for name, text, field in gauges:
         yield families.gauge(f"draft_model_{name}", text, by_draft(field), "draft")
     counters = (
-        ("draft_tokens", "Its draft tokens that were verified.", "draft_tokens"),
-        ("accepted_tokens", "Its draft tokens that were accepted.", "accepted_draft_tokens"),
-        ("rounds", "Rounds of its samples, counted per sample.", "rounds"),
-        ("generation_tokens", "Tokens that its samples gained in these rounds.", "completion_tokens"),
+        ("draft_tokens", "Draft tokens of the draft model that were verified.", "draft_tokens"),
+        ("accepted_tokens", "Draft tokens of the draft model that were accepted.", "accepted_draft_tokens"),
+        ("rounds", "Rounds of samples assigned to the draft model, counted per sample.", "rounds"),
+        ("generation_tokens", "Tokens gained in rounds by samples assigned to the draft model.", "completion_tokens"),
     )
     for name, text, field in counters:
         yield families.counter(f"draft_model_{name}", text, by_draft(field), "draft")

@@ -1,7 +1,7 @@
-"""Drafting for targets with other tokenizers: rounds in the target's tokens become rounds in the draft's.
+"""Drafting for targets with another tokenizer, by translating rounds into the draft's tokens.
 
-The draft model sees only its own tokens, and drafts greedily: sampling parameters name tokens of the target. Positions
-on the wire are the target's.
+The draft model sees only its own tokens. It drafts greedily, because sampling parameters refer to the target's tokens.
+Positions on the wire count the target's tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,21 +20,21 @@ from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeR
 
 
 class _Part(NamedTuple):
-    """An item of a translated round: its sequence, and the item for the draft."""
+    """An item of a translated round: the state of the sequence, and the item in the draft's tokens."""
 
     sequence: TranslatedSequence
     item: ProposeItem
 
 
 class TranslatingProposer(Proposer):
-    """Serves rounds in the draft's own tokens, and in those of other tokenizers."""
+    """Serves rounds in the draft's own tokens and in tokens of other tokenizers."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.translations = Translations(engine.loaded.tokenizer, engine.vocab_size)
 
     def limits_of(self, translation_id: str) -> RoundLimits:
-        """Limits for the items of a round, any thread. Raises NotFoundError without the translation."""
+        """Return the limits for the items of a round. Any thread. Raises NotFoundError for an unknown translation."""
         if not translation_id:
             return self.limits
         return replace(self.limits, vocab_size=self.translations.get(translation_id).vocab_size)
@@ -44,7 +44,7 @@ class TranslatingProposer(Proposer):
         return super().expire(now, lease_seconds)
 
     def serve(self, rounds: Sequence[ProposeRound]) -> list[list[Proposal]]:
-        """Draft for rounds of different coordinators in common forward passes, each in its own tokens."""
+        """Draft for rounds of different coordinators in shared forward passes. Each round has its own tokens."""
         plans = [self._plan(round_) for round_ in rounds]
         proposed = self.propose(
             [
@@ -58,7 +58,7 @@ class TranslatingProposer(Proposer):
         ]
 
     def _plan(self, round_: ProposeRound) -> dict[int, _Part] | None:
-        """Return the parts of a translated round by sequence id, without cache misses. None: not translated."""
+        """Return the parts of a round by sequence id, without cache misses; None if the round needs no translation."""
         if not round_.translation_id:
             return None
         translation = self.translations.get(round_.translation_id)
@@ -83,11 +83,11 @@ class TranslatingProposer(Proposer):
         return sequence if sequence is not None and sequence.translation is translation else None
 
     def _item(self, key: SequenceKey, item: ProposeItem, sequence: TranslatedSequence) -> ProposeItem:
-        """Return the item that brings the draft's cache to the translated sequence.
+        """Return the item that updates the draft's cache to the translated sequence.
 
-        A sequence that has outgrown the draft gets no drafts: only one cached token runs again.
+        A sequence that has outgrown the draft gets no drafts. Its item only runs one cached token again.
         """
-        token_ids = sequence.draft_ids or [0]  # a sequence without text needs a token, too
+        token_ids = sequence.draft_ids or [0]  # an item needs at least one token
         slot, end = self.engine.slots.find(key) if item.base_length else None, len(token_ids)
         base = 0 if slot is None else common_length(token_ids, slot.token_ids[: slot.num_cached_tokens])
         base, room = min(base, end - 1), self.engine.max_model_len - end

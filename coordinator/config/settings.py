@@ -138,12 +138,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_address: DraftAddresses | None = Field(
         None,
         description="host:port of the draft worker, or several, separated by commas; dns:///host:port: every record "
-        "of the name, also new ones; NAME=ADDRESS names the draft there; default: prompt lookup only",
+        "of the name, also new ones; NAME=ADDRESS names the draft at an address; default: prompt lookup only",
     )
     draft_share: Shares | None = Field(
         None,
-        description="share of new samples of some named drafts, such as new=0.1, separated by commas; the others share "
-        "the rest equally; 0: none; default: by expected tokens per second",
+        description="shares of new samples for named drafts, such as new=0.1, separated by commas; 0 withdraws a "
+        "draft, and unlisted drafts split the rest equally; default: expected tokens per second decide",
     )
     served_model_name: str | None = Field(
         None,
@@ -183,7 +183,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         4_194_304,
         ge=1,
         le=UINT32_MAX,
-        description="maximum tokens of prompts and predictions that wait, unless a single request has more",
+        description="maximum tokens of waiting prompts and predictions, unless a single request has more",
     )
     max_requests_per_client: int | None = Field(
         None, ge=1, le=UINT32_MAX, description="maximum samples of one client, queued and running; default: unlimited"
@@ -193,8 +193,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="default draft method: model (the draft worker), ngram (prompt lookup), suffix (also in earlier "
-        "answers), prediction (the request's), or best of all per round",
+        description="default draft method: model (the draft model), ngram (prompt lookup), suffix (prompt lookup, also "
+        "in earlier answers), prediction (the request's), or best (the most promising one in each round)",
     )
     lookup_store_tokens: int = Field(
         0,
@@ -231,14 +231,14 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     record: RecordFolder = Field(
         None,
-        description="directory to record the token ids of finished answers in, to train a draft (docs/recording.md); "
+        description="record the token ids of finished answers in this directory, to train a draft (docs/recording.md); "
         "default: record nothing",
     )
-    record_share: float | None = Field(
-        None, gt=0, le=1, description="share of finished answers to record; default: 1, all of them"
-    )
+    record_share: float | None = Field(None, gt=0, le=1, description="share of finished answers to record; default: 1")
     record_max_bytes: ByteSize = Field(
-        ByteSize(2**30), ge=MIN_RECORD_BYTES, description="maximum size of the recording; the oldest answers go first"
+        ByteSize(2**30),
+        ge=MIN_RECORD_BYTES,
+        description="maximum size of the recording; the oldest answers are deleted first",
     )
     record_max_age_seconds: float = Field(
         604_800.0,
@@ -274,7 +274,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
 
     @property
     def draft_entries(self) -> list[tuple[str, str]]:
-        """The name, or "", and the address of each entry of `draft_address`."""
+        """Name and address of each entry of `draft_address`. The name may be empty."""
         return split_named(self.draft_address or "")
 
     @property
@@ -308,7 +308,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         if self.trace_prompts and self.otlp_traces_endpoint is None:
             raise ValueError("trace_prompts needs an otlp_traces_endpoint")
         if self.record_share is not None and self.record is None:
-            raise ValueError("record_share needs record, the directory for the answers")
+            raise ValueError("record_share needs --record")
         if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

@@ -1,4 +1,4 @@
-"""Shares of named drafts, as the operator writes them."""
+"""Setting for the shares of named drafts."""
 
 from math import nan
 from typing import Annotated
@@ -11,7 +11,7 @@ ROUNDING = 1e-9
 
 
 def read_shares(shares: str) -> dict[str, float]:
-    """Read comma-separated entries NAME=SHARE. Raises ValueError."""
+    """Parse comma-separated NAME=SHARE entries. Raises ValueError."""
     read: dict[str, float] = {}
     for entry in split_addresses(shares):
         name, _, number = (part.strip() for part in entry.rpartition("="))
@@ -20,12 +20,12 @@ def read_shares(shares: str) -> dict[str, float]:
         except ValueError:
             share = nan
         if not name or not 0 <= share <= 1:
-            raise ValueError(f"{entry} is no share: use NAME=SHARE, with a share from 0 to 1")
+            raise ValueError(f"{entry} is not NAME=SHARE with a share from 0 to 1")
         if name in read:
             raise ValueError(f"{name} is listed twice")
         read[name] = share
     if sum(read.values()) > 1 + ROUNDING:
-        raise ValueError(f"the shares add up to {sum(read.values()):g}, which exceeds 1")
+        raise ValueError(f"shares add up to {sum(read.values()):g}; the maximum is 1")
     return read
 
 
@@ -36,4 +36,4 @@ def _check_shares(shares: str) -> str:
 
 
 Shares = Annotated[str, Field(min_length=1), AfterValidator(_check_shares)]
-"""Shares of named drafts: NAME=SHARE, separated by commas."""
+"""Comma-separated NAME=SHARE entries."""

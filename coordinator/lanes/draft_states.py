@@ -1,4 +1,4 @@
-"""The draft models of all lanes, as servers and metrics report them."""
+"""Draft model states over all lanes, for the server's information and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specpool.drafting.draft_models import DraftKey
 
 @dataclass
 class DraftModelState:
-    """The state of a draft model in all lanes. `specpool.v1.DraftModelState` documents the fields."""
+    """State of a draft model over all lanes. `specpool.v1.DraftModelState` documents the fields."""
 
     name: str
     model: str
@@ -27,7 +27,7 @@ class DraftModelState:
 
 
 def draft_states(lanes: Iterable[Lane]) -> list[DraftModelState]:
-    """Return the state of each draft model, the oldest first. `lanes`: the first one counts even while it is idle."""
+    """Return the state of each draft model, oldest first. Idle lanes, except the first, do not add expected speed."""
     states: dict[DraftKey, DraftModelState] = {}
     num_drafting = 0
     for number, lane in enumerate(lane for lane in lanes if lane.draft is not None):
@@ -35,7 +35,7 @@ def draft_states(lanes: Iterable[Lane]) -> list[DraftModelState]:
     taken: set[str] = set()
     for (_, fingerprint), state in states.items():
         state.share /= max(1, num_drafting)
-        while state.name in taken:  # lanes may find the workers of a rolling update in another order
+        while state.name in taken:  # lanes may discover the workers of a rolling update in different orders
             state.name = f"{state.name} ({fingerprint[:FINGERPRINT_DIGITS]})"
         taken.add(state.name)
     return [*states.values()]

@@ -1,4 +1,4 @@
-"""Reads the predicted answer of a request. Its text is tokenized like a prompt, without special tokens."""
+"""Validates and tokenizes a request's prediction, like a prompt but without special tokens."""
 
 from coordinator.prompts.token_reader import TokenReader
 from coordinator.prompts.tokenizer_pool import Check, Prompt, TokenizerPool
@@ -8,12 +8,12 @@ from specpool.v1 import generation_pb2 as pb
 PREDICTION = "speculative.prediction"
 FIELDS = {"text": f"{PREDICTION}.text", "tokenized": f"{PREDICTION}.tokenized.input_ids"}
 
-# Methods that use a prediction. Unset: the server's default, and the prediction.
+# Methods that accept a prediction. If unset, the request uses the server's default method and the prediction.
 PREDICTING = {pb.DRAFT_METHOD_UNSPECIFIED, pb.DRAFT_METHOD_BEST, pb.DRAFT_METHOD_PREDICTION}
 
 
 def check_prediction(params: pb.SpeculativeParams, reader: TokenReader) -> None:
-    """Check a prediction as far as possible without tokenizing it. Raises InvalidArgumentError."""
+    """Check everything about a prediction that does not need tokenization. Raises InvalidArgumentError."""
     if not params.HasField("prediction"):
         if params.method == pb.DRAFT_METHOD_PREDICTION:
             raise InvalidArgumentError("speculative.method", f"prediction requires {PREDICTION}")
@@ -33,7 +33,7 @@ def check_prediction(params: pb.SpeculativeParams, reader: TokenReader) -> None:
 async def read_prediction(
     prediction: pb.Prediction, client: str, reader: TokenReader, pool: TokenizerPool, before: Check
 ) -> tuple[int, ...]:
-    """Return the token ids of a client's checked prediction. `before` runs right before tokenization.
+    """Return the token ids of a prediction that `check_prediction` accepted. `before` runs right before tokenization.
 
     Raises InvalidArgumentError, QueueFullError, UnavailableError, and the errors of `before`.
     """

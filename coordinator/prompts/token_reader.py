@@ -1,4 +1,4 @@
-"""Checks texts and token ids of a request, and converts them to token ids within the limits of a prompt."""
+"""Validates the texts and token ids of requests, and tokenizes the texts within the limits of a prompt."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from coordinator.prompts.tokenizer_pool import Check, Prompt, PromptError, Token
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
-# Token ids that are checked before the event loop gets a turn.
+# Token ids to check before yielding to the event loop.
 IDS_PER_TURN = 16_384
 
 
@@ -21,7 +21,7 @@ class TokenReader:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a prompt. One position is left to generate."""
+        """Maximum tokens of a prompt, which leaves one position to generate."""
         return self.max_model_len - 1
 
     @property
@@ -30,7 +30,7 @@ class TokenReader:
         return self.max_tokens * self.tokenizer.longest_token_bytes
 
     def check_bytes(self, field: str, size: int) -> None:
-        """Raise InvalidArgumentError if a text has too many bytes."""
+        """Raise InvalidArgumentError if a text is too large. `size`: in bytes."""
         if size > self.max_bytes:
             reason = f"has {size} bytes, more than {self.max_bytes}, the maximum for {self.max_tokens} tokens"
             raise InvalidArgumentError(field, reason, limit=self.max_bytes)
@@ -44,7 +44,7 @@ class TokenReader:
             raise InvalidArgumentError(field, reason, limit=self.max_tokens)
 
     async def token_ids(self, field: str, tokenized: pb.TokenizedInput) -> tuple[int, ...]:
-        """Return the token ids that a client sent. Raises InvalidArgumentError."""
+        """Return a client's token ids after validation. Raises InvalidArgumentError."""
         ids: list[int] = []
         for start in range(0, len(tokenized.input_ids), IDS_PER_TURN):
             if start:
@@ -55,7 +55,7 @@ class TokenReader:
         return tuple(ids)
 
     async def encode(self, field: str, prompt: Prompt, pool: TokenizerPool, before: Check) -> tuple[int, ...]:
-        """Tokenize a checked text or chat. `before` runs right before.
+        """Tokenize a validated text or chat. `before` runs right before tokenization.
 
         Raises InvalidArgumentError, QueueFullError, UnavailableError, and the errors of `before`.
         """

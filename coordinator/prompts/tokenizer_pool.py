@@ -79,7 +79,7 @@ class Prompt:
     max_characters: int
     """Maximum output of the chat template."""
     add_special_tokens: bool = True
-    """Whether to put the model's special tokens around a text."""
+    """Whether to add the model's special tokens around a text."""
 
     def request(self, times: TimeLimits) -> _Request:
         """Return the request to a process. Raises the errors of `content`."""

@@ -1,4 +1,4 @@
-"""Records the token ids of finished answers for training, on a thread of its own. See docs/recording.md.
+"""Records the token ids of finished answers for training, on its own thread. See docs/recording.md.
 
 The event loop selects answers and never waits for the disk. If the disk is slow or fails, answers are dropped.
 """
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 RECORDED, QUEUE_FULL, DISK_ERROR = RESULTS = ("recorded", "queue_full", "disk_error")
 MAX_WAITING_TOKENS = 2**22
-"""Tokens that may wait for the disk: 16 MiB."""
+"""Maximum tokens that wait for the disk: 16 MiB."""
 RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
-"""Time for the disk to take the waiting answers at shutdown."""
+"""Time limit for writing the waiting answers at shutdown."""
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -38,12 +38,12 @@ class _Waiting(NamedTuple):
 
 
 def is_selected(number: int, share: float) -> bool:
-    """Whether to record the answer with this number, from 0: multiples of the golden ratio spread evenly."""
+    """Whether to record answer `number`, counted from 0. Multiples of the golden ratio spread the selection evenly."""
     return number * GOLDEN_RATIO % 1 < share
 
 
 def recorder_of(settings: CoordinatorSettings) -> "Recorder | None":
-    """Return a recorder, which has not started yet; None unless the settings ask for one."""
+    """Return a recorder that is not started yet; None if recording is off."""
     if settings.record is None:
         return None
     bounds = Bounds(settings.record_max_bytes, settings.record_max_age_seconds)
@@ -53,16 +53,16 @@ def recorder_of(settings: CoordinatorSettings) -> "Recorder | None":
 
 class Recorder:
     def __init__(self, shards: ShardWriter, share: float, tick_seconds: float) -> None:
-        """`share`: of the answers, 0 to 1. `tick_seconds`: time between two calls of `shards.tick` without answers."""
+        """`share`: of answers to record, 0 to 1. `tick_seconds`: interval of `shards.tick` while no answers arrive."""
         self.results = dict.fromkeys(RESULTS, 0)
-        """Selected answers, by result."""
+        """Number of selected answers by result."""
         self._shards, self._share, self._tick_seconds = shards, share, tick_seconds
         self._numbers = count()
         self._key = secrets.token_bytes(32)
-        """Key of the clients' hashes. It is never stored: afterwards, nobody can tell whose answers these are."""
+        """Key for hashing client ids. Never stored, so nobody can link answers to clients after a restart."""
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._offered = self._taken = 0
-        """Tokens put into the queue by the event loop, and taken by the thread."""
+        """Tokens that the event loop has queued, and that the thread has finished."""
         self._fails_until: float | None = None
         """When to try the disk again after a failure."""
         self._thread = Thread(target=self._run, name="recorder", daemon=True)
@@ -72,9 +72,9 @@ class Recorder:
         self._thread.start()
 
     def offer(self, sequence: Sequence, header: Header) -> None:
-        """Record the answer of a sequence, if it is complete and selected. `header`: of its target.
+        """Record the answer of a sequence if it is complete and selected. `header`: describes the target.
 
-        Requests with a cache salt are never recorded: they ask for isolation from other clients.
+        Requests with a cache salt are never recorded, because they ask for isolation from other clients.
         """
         finish, request = sequence.finish, sequence.request
         if finish is None or finish.reason not in COMPLETED or request.is_background or request.cache_salt:
@@ -90,12 +90,12 @@ class Recorder:
         self._queue.put(_Waiting(header, client, token_ids))
 
     async def close(self) -> None:
-        """Write the waiting answers, and finish the shard, unless the disk takes too long."""
+        """Write the waiting answers and finish the shard. Give up after `CLOSE_SECONDS`."""
         if self._thread.is_alive():
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
             if self._thread.is_alive():
-                log.warning("the disk did not take the last recorded answers within %g s", CLOSE_SECONDS)
+                log.warning("failed to write the last recorded answers within %g s", CLOSE_SECONDS)
 
     def _run(self) -> None:
         self._try(None)
@@ -111,7 +111,7 @@ class Recorder:
             self._taken += len(waiting.token_ids)
 
     def _try(self, waiting: _Waiting | None) -> bool:
-        """Keep within the bounds, and write an answer. Return whether both succeeded. Warn once per outage."""
+        """Enforce the bounds, and write an answer if given. Return whether both succeeded. Warn once per outage."""
         if self._fails_until is not None and time.monotonic() < self._fails_until:
             return False
         try:
@@ -124,7 +124,7 @@ class Recorder:
             self._fails_until = time.monotonic() + RETRY_SECONDS
             return False
         if self._fails_until is not None:
-            log.info("recording answers again")
+            log.info("recording resumed")
             self._fails_until = None
         return True
 

@@ -1,4 +1,4 @@
-"""Appends recorded answers to shards of a folder, and deletes shards to keep within bounds. Blocks on the disk.
+"""Appends recorded answers to shards in a folder, and deletes shards to stay within bounds. Blocks on the disk.
 
 Several coordinators may share a folder. Every method may raise OSError; the next call starts a new shard.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 from specpool.protocol.recordings import FINISHED, PREFIX, UNFINISHED, Header, RecordedAnswer, shards_in
 
 SHARDS = 16
-"""Shards that fill the folder. The size and age of a shard are this share of the bounds."""
+"""Number of full shards that fill the folder. Each shard gets 1/SHARDS of the size and age bounds."""
 MAX_SHARD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Bounds:
     max_bytes: int
-    """Maximum size of all shards."""
+    """Maximum size of all shards together."""
     max_age_seconds: float
     """Maximum age of an answer."""
 
@@ -33,11 +33,11 @@ class Bounds:
 
     @property
     def shard_seconds(self) -> float:
-        """Time after which a shard is finished, and between two searches for expired shards."""
+        """Maximum duration of a shard, and interval between searches for expired shards."""
         return min(MAX_SHARD_SECONDS, self.max_age_seconds / SHARDS)
 
     def is_expired(self, last_written: float) -> bool:
-        """Whether a shard's first answer may exceed the age before the next search."""
+        """Whether a shard's first answer may exceed the maximum age before the next search."""
         return time.time() - last_written > self.max_age_seconds - 2 * self.shard_seconds
 
 
@@ -55,10 +55,10 @@ class ShardWriter:
         self._folder, self._bounds = folder, bounds
         self._shard: _Shard | None = None
         self._searched: float | None = None
-        """When expired shards were last deleted."""
+        """Time of the last search for expired shards."""
 
     def append(self, header: Header, answer: RecordedAnswer) -> None:
-        """Append an answer of the target in `header`."""
+        """Append an answer from the target that `header` describes."""
         line = answer.encode()
         with self._abandoning():
             shard = self._shard
@@ -69,7 +69,7 @@ class ShardWriter:
             shard.num_bytes += len(line)
 
     def tick(self) -> None:
-        """Finish an old shard, and delete expired ones. Call it often."""
+        """Finish the current shard if it is old, and delete expired ones. Call often."""
         with self._abandoning():
             if self._shard is not None and self._is_old(self._shard.began):
                 self.finish()
@@ -101,7 +101,7 @@ class ShardWriter:
         return shard
 
     def _make_room(self, num_bytes: int) -> None:
-        """Create the folder, or delete its expired shards, and the oldest until `num_bytes` fit. Unfinished go last."""
+        """Create the folder. Delete expired shards, then the oldest until `num_bytes` fit, unfinished ones last."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._shard.path if self._shard is not None else None
         found = [(path, status) for path, status in _statuses(shards_in(self._folder)) if path != own]
@@ -115,7 +115,7 @@ class ShardWriter:
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Close the current shard after a failure. Its whole lines stay readable."""
+        """Close the current shard on failure. Its complete lines stay readable."""
         try:
             yield
         except OSError:
@@ -127,14 +127,14 @@ class ShardWriter:
 
 
 def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield paths and their statuses, unless another coordinator has renamed or deleted the file."""
+    """Yield each path with its status. Skip files that another coordinator has renamed or deleted."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             yield path, path.stat()
 
 
 def _write(file: io.FileIO, line: bytes) -> None:
-    """Write a whole line. A full disk first writes less, and then raises."""
+    """Write a whole line. On a full disk, the first write is short and the next one raises."""
     while line:
         line = line[file.write(line) or 0 :]
 
@@ -144,7 +144,7 @@ def _is_deleted(shard: _Shard) -> bool:
 
 
 def _close(shard: _Shard) -> None:
-    """Close a shard, and rename it, or remove it without answers. Someone may have deleted it."""
+    """Close a shard, then give it its final name, or remove it without answers. Someone may have deleted it."""
     shard.file.close()
     with contextlib.suppress(FileNotFoundError):
         if shard.num_bytes > len(shard.header.encode()):

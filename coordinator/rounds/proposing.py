@@ -151,7 +151,7 @@ class Proposing:
 
     @property
     def _features(self) -> WantedFeatures | None:
-        """The hidden states that draft workers read."""
+        """Hidden states that the draft workers read."""
         draft = self._workers.ready_draft
         features, target = draft.roster.features if draft is not None else None, self._target.info
         if features is None or target is None or not target.returns_features:

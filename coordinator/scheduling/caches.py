@@ -34,7 +34,7 @@ class WorkerCache:
 
     def __init__(self) -> None:
         self.model: DraftModel | None = None
-        """The draft model of the sequence, as long as it has a ready worker; None for the target worker's cache."""
+        """The sequence's draft model while it has a ready worker. None for the target worker's cache."""
         self.num_cached_tokens = 0
         self.predicted = 0
         """Predicted number of leading tokens in the worker's prefix cache."""
@@ -87,7 +87,7 @@ class WorkerCache:
 
     @property
     def likely_pending_gain(self) -> int:
-        """Number of tokens that pending rounds yield if their draft tokens, as far as known, are accepted."""
+        """Tokens that pending rounds yield if all of their known draft tokens are accepted."""
         return sum(len(each.item.draft_token_ids) + 1 for each in self.pending if each.num_cached_tokens is None)
 
     @property

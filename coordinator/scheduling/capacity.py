@@ -212,7 +212,7 @@ class QueueLimits:
     samples: int
     """Maximum number of samples that wait."""
     tokens: int | None = None
-    """Maximum number of tokens of prompts and predictions that wait, unless a single request waits; None: unlimited."""
+    """Maximum tokens of waiting prompts and predictions. A single request may exceed it. None: unlimited."""
     per_client: int | None = None
     """Maximum number of samples of one client, waiting and in the window; None: unlimited."""
 

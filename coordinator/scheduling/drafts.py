@@ -25,7 +25,7 @@ class Drafts(DraftItems):
         chance: Callable[[float], float],
         own_draft: WorkerInfo | None,
     ) -> None:
-        """`chance`: acceptance probability by draft probability, for sequences without a draft model of their own.
+        """`chance`: acceptance probability by draft probability, for sequences without an assigned draft model.
 
         For the other arguments see `DraftItems`.
         """
@@ -39,7 +39,7 @@ class Drafts(DraftItems):
         self._ahead: Proposal | None = None
         """Branches drafted during the verification."""
         self._by_outcome: dict[tuple[int, int], tuple[Proposal | None, tuple[int, ...]]] = {}
-        """For each outcome of the pending round: the proposal (None for a lookup), and the tokens to verify."""
+        """Proposal (None for a lookup) and tokens to verify, by outcome of the pending round."""
         self._draft_ids: tuple[int, ...] = ()
         """Proposed tokens to verify."""
 
@@ -90,7 +90,7 @@ class Drafts(DraftItems):
     def take_branches(self, target_selects: bool) -> None:
         """Take the branch that matches the last verification, if there is one.
 
-        If the outcome is unknown and the target can select, take all. A lookup's tokens form a branch, too.
+        If the outcome is unknown and the target can select, take all branches. The lookup forms a branch as well.
         """
         sequence = self.sequence
         if sequence.target.continues:
@@ -110,9 +110,9 @@ class Drafts(DraftItems):
             self._take_lookup(pending.item)
 
     def _take_lookup(self, pending: VerifyItem) -> None:
-        """Add the remaining tokens of the lookup as a branch for the outcome that the lookup predicts.
+        """Add the rest of the lookup as a branch for the outcome that the lookup predicts.
 
-        If the pending round verifies the target worker's own draft, any number of its tokens may be accepted.
+        If the pending round verifies the target worker's own draft, add a branch for each number of accepted tokens.
         """
         sequence, looked_up = self.sequence, self.plan.lookup.token_ids
         gained = tuple(sequence.token_ids[self._planned_length :])
@@ -161,7 +161,7 @@ class Drafts(DraftItems):
 
     @property
     def _lookup_ids(self) -> tuple[int, ...]:
-        """The next tokens of the lookup, if the tokens gained since it was planned agree with it."""
+        """The next lookup tokens, if all tokens gained since the plan agree with the lookup."""
         sequence, limit, looked_up = self.sequence, len(self.plan.lookup_ids), self.plan.lookup.token_ids
         if not limit:
             return ()

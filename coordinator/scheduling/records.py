@@ -20,7 +20,7 @@ class SpeculationStats:
     accepted_prediction_tokens: int = 0
     """Accepted draft tokens from the request's prediction."""
     rejected_prediction_tokens: int = 0
-    """Other draft tokens from it."""
+    """Rejected draft tokens from the request's prediction."""
 
     def add(self, drafted: int, accepted: int) -> None:
         """Add a round, including forced tokens."""

@@ -22,7 +22,7 @@ from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.worker_info import WorkerInfo
 
 Limits = Callable[[DraftModel | None], WorkerInfo | None]
-"""Returns what the workers of a draft model can do. None if none is ready, or without a model."""
+"""Returns the limits of a draft model's ready workers. None if no worker is ready or the model is None."""
 
 
 class Round:
@@ -81,11 +81,11 @@ class Round:
         return {i: drafts.sequence.draft.model for i, drafts in self._drafts.items()}
 
     def propose_items(self, limits: Limits) -> list[ProposeItem]:
-        """Items for the draft workers, to draft before the verification."""
+        """Return the items for drafting before the verification."""
         return self._draft_items(limits, lambda drafts, count, worker: drafts.propose_item(count, worker))
 
     def ahead_items(self, limits: Limits) -> list[ProposeItem]:
-        """Items for the draft workers, to draft branches during the verification. Call after `verify_items`."""
+        """Return the items for drafting branches during the verification. Call after `verify_items`."""
 
         def build(drafts: Drafts, count: int, worker: WorkerInfo) -> ProposeItem | None:
             verified = self._verifications[drafts.sequence.sequence_id].unverified_ids

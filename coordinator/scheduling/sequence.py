@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens that count towards the limit of the queue."""
+        """Tokens that count towards the queue's token limit."""
         return self.prompt_length + len(self.request.prediction)
 
     @property

@@ -1,4 +1,4 @@
-"""Calls of a round to several draft workers. A slow or failing worker costs only the drafts of its own sequences."""
+"""Calls to several draft workers in a round. A slow or failing worker costs only the drafts of its own sequences."""
 
 import asyncio
 import logging
@@ -17,33 +17,33 @@ from specpool.protocol.rounds import Proposal, ProposeItem
 log = logging.getLogger(__name__)
 
 MAX_SLOWDOWN, MIN_PATIENCE_SECONDS = 4.0, 0.02
-"""How long a round waits for its other drafts: relative to the draft with the most sequences, and at least."""
+"""Wait for the other drafts: up to `MAX_SLOWDOWN` times the main draft's duration, and at least a minimum."""
 
 Parts = dict[DraftLink, list[ProposeItem]]
-"""The items of a round by draft worker."""
+"""Items of a round by draft worker."""
 Call = asyncio.Task[tuple[list[Proposal], Timed]]
 
 
 class DraftCalls:
-    """Sends the parts of rounds, and waits a bounded time for all but the main draft."""
+    """Sends each draft worker its part of a round. Waits a bounded time for all but the main draft."""
 
     def __init__(self, on_late_end: Callable[[DraftLink, Iterable[int]], None]) -> None:
-        """`on_late_end`: called with the worker and the sequences of a late call once it has ended."""
+        """`on_late_end`: called with the worker and the sequence ids of a late call when it ends."""
         self._on_late_end = on_late_end
         self._late: dict[Call, DraftLink] = {}
-        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
+        """Calls that no round waits for. A worker may have several, because rounds may overlap."""
 
     def is_late(self, link: DraftLink) -> bool:
-        """Whether a worker still runs a call that no round waits for. It gets no others until then."""
+        """Whether a worker still runs a late call. It gets no new calls until that ends."""
         return link in self._late.values()
 
     async def send(
         self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
-        """Return the proposals of each worker that answers in time, the duration, and the errors.
+        """Return the proposals of each worker that answers in time, the duration of the round, and the errors.
 
-        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
-        `learns`: whether to learn the step times of each worker, if not from the duration.
+        The main draft is the one with the most sequences. Its slowest worker sets the duration, unless all of its
+        workers fail. `learns`: whether to learn each worker's step times here.
         """
         calls = {
             link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
@@ -79,13 +79,13 @@ class DraftCalls:
         self._on_late_end(link, (item.sequence_id for item in own))
 
     def cancel(self) -> None:
-        """End the late calls."""
+        """Cancel all late calls."""
         for call in [*self._late]:
             call.cancel()
 
 
 async def _answered(parts: Parts, calls: Mapping[DraftLink, Call]) -> DraftModel | None:
-    """Wait for the calls of the main draft, and not much longer for the others. Return the main draft."""
+    """Wait for the main draft's calls, then a bounded time for the others. Return the main draft."""
     sizes: Counter[DraftModel | None] = Counter()
     for link, own in parts.items():
         sizes[link.model] += len(own)
@@ -111,10 +111,10 @@ def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) ->
 
 def _failed(link: DraftLink, error: BaseException) -> None:
     _observe(link, is_answered=False, is_failure=True)
-    if not isinstance(error, WorkerUnreachableError | WorkerRefusedError):  # those are logged by the link
+    if not isinstance(error, WorkerUnreachableError | WorkerRefusedError):  # the link logs these
         log.error("proposal of the draft worker at %s failed", link.address, exc_info=error)
 
 
 def chances(link: DraftLink) -> Sequence[float]:
-    """Acceptance probabilities by draft probability, of the worker's model."""
+    """Return the acceptance probabilities of the worker's model by draft probability."""
     return link.model.calibration.chances if link.model is not None else ()

@@ -1,4 +1,4 @@
-"""Several draft workers, of one draft model or more, that serve the coordinator as one."""
+"""A group of draft workers, with one or more draft models, behind the interface of a single one."""
 
 import asyncio
 import logging
@@ -75,11 +75,11 @@ class DraftGroup:
         step_cost: float = 0.0,
         traceparent: str = "",
     ) -> tuple[list[Proposal], Timed]:
-        """Run a draft round on all workers with sequences in it, and return the proposals in the order of the items.
+        """Run a draft round on all workers involved, and return the proposals in item order, and the duration.
 
-        `models`: the draft model of each sequence. Sequences without a model, or whose worker fails or is late, have no
-        proposal. Raises WorkerUnreachableError or WorkerRefusedError if all fail. The duration is that of the slowest
-        worker of the draft with the most sequences. For the other arguments see `DraftLink.propose`.
+        `models`: the draft model of each sequence. A sequence gets no proposal without a model, or if its worker fails
+        or is late. For the duration see `DraftCalls.send`, for the other arguments `DraftLink.propose`. Raises
+        WorkerUnreachableError or WorkerRefusedError if all workers fail.
         """
         if self._only is not None:
             return await self._only.propose(round_id, [*items], chances(self._only), step_cost, traceparent)
@@ -93,7 +93,7 @@ class DraftGroup:
         return [answers[item.sequence_id] for item in items if item.sequence_id in answers], slowest
 
     def _release_moved(self, link: DraftLink, sequence_ids: Iterable[int]) -> None:
-        """Release sequences that have ended or moved, since a late call may have taken their slots again."""
+        """Release sequences that have ended or moved, because a late call may have claimed slots for them again."""
         link.release_soon([i for i in sequence_ids if self._placement.worker_of(i) is not link])
 
     def _split(
@@ -133,7 +133,7 @@ class DraftGroup:
         return self._placement.place(item.sequence_id, workers, prefix)
 
     def _with_room(self, round_id: int, model: DraftModel | None) -> list[DraftLink]:
-        """The ready workers of a model that can take one more sequence, as far as this coordinator knows."""
+        """Return the ready workers of a model that, as far as this coordinator knows, have a free slot."""
         return [
             link
             for link in self._ready

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_BACKOFF_SECONDS, RESET_AFTER = 30.0, 10
 # Timeout of a round, as a multiple of its expected duration, and its minimum.
 TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 20, 1.0
-# The worker needs a second or two for the largest tokenizers.
+# Workers need one or two seconds for the largest tokenizers.
 TRANSLATION_TIMEOUT_SECONDS = 60.0
 # Rounds before the expected duration is reliable: the first ones compile kernels and fill caches.
 WARMUP_ROUNDS = 8
@@ -47,21 +47,21 @@ class DraftLink(WorkerLink):
     role = "draft"
     _unknown_times = UNKNOWN_DRAFT
     model: DraftModel | None
-    """Its draft model. None until the worker has been ready."""
+    """The worker's draft model. None until the worker has been ready."""
 
     def __init__(
         self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target, label: str = ""
     ) -> None:
-        """`label`: the operator's name for its draft."""
+        """`label`: the operator's name for the worker's draft."""
         super().__init__(connector, coordinator_id, timeout_seconds)
         self.label, self.model = label, None
         self._target = target
         self._rounds_served = 0
         """Rounds since the worker was last unavailable."""
         self._translation_id = ""
-        """The worker's translation of the target's tokens, if their tokenizers differ."""
+        """Id of the worker's translation of the target's tokens. Empty if the tokenizers are equal."""
         self._refused: tuple[tuple[str, str], TranslationInfo] | None = None
-        """A process and a tokenizer that it cannot translate, and why."""
+        """Worker process, fingerprint of a tokenizer that it cannot translate, and its answer."""
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
@@ -89,10 +89,10 @@ class DraftLink(WorkerLink):
         found = await self._use_tokenizer(info, files, target.vocab_size)
         if found.refusal:
             reason = f"the draft {info.model} uses a different tokenizer than the target {target.model}"
-            raise MismatchError(f"{reason}, which it cannot translate: {shortened(found.refusal)}")
+            raise MismatchError(f"{reason}, which its worker cannot translate: {shortened(found.refusal)}")
         self._translation_id = found.translation_id
         share = f"{100 * found.vocabulary_coverage:.0f}% of the target's vocabulary"
-        note = f"translates tokens ({found.method}), since it has {share}"
+        note = f"translates tokens ({found.method}): the draft has {share}"
         log.info("the draft worker at %s %s", self.address, note)
         return replace(
             info,
@@ -104,7 +104,7 @@ class DraftLink(WorkerLink):
         )
 
     async def _use_tokenizer(self, info: WorkerInfo, files: TokenizerFiles, vocab_size: int) -> TranslationInfo:
-        """Give the worker the target's tokenizer, unless the same process has refused it before."""
+        """Send the target's tokenizer to the worker, unless the same process has refused it before."""
         key = info.instance_id, files.fingerprint
         if self._refused is not None and self._refused[0] == key:
             return self._refused[1]
@@ -113,8 +113,8 @@ class DraftLink(WorkerLink):
             response = await self._stub.UseTokenizer(request, timeout=TRANSLATION_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             if ANSWERED in (error.trailing_metadata() or ()):
-                raise WorkerRefusedError(status_text(error)) from None  # it may succeed later
-            # Older workers have no such method, and larger requests than the worker accepts do not reach it.
+                raise WorkerRefusedError(status_text(error)) from None  # a retry may succeed
+            # Older workers lack the method, and gRPC rejects requests above the worker's message limit.
             if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED):
                 raise
             found = TranslationInfo("", "", 0.0, status_text(error))

@@ -1,4 +1,4 @@
-"""Draft models told apart by name and weights, with a name for each."""
+"""Registry of draft models, identified by the operator's name and the weights."""
 
 import logging
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from specpool.protocol.worker_info import WorkerInfo, readable_name
 log = logging.getLogger(__name__)
 
 MAX_DRAFTS = 8
-"""Maximum number of draft models, and so of values of the metrics' label `draft`."""
+"""Maximum number of draft models. Bounds the values of the metric label `draft`."""
 FINGERPRINT_DIGITS, MAX_NAME_CHARACTERS = 8, 64
 
 
 class DraftRegistry:
-    """Knows draft models, including some whose workers have left: they may come back."""
+    """Draft models, including some without workers: the workers may come back."""
 
     def __init__(self) -> None:
         self._models: dict[DraftKey, DraftModel] = {}
@@ -26,9 +26,9 @@ class DraftRegistry:
         return [*self._models.values()]
 
     def update(self, workers: Iterable[tuple[str, WorkerInfo]]) -> list[DraftModel | None]:
-        """Return the model of each worker, described by the operator's name, or "", and its info.
+        """Return the model of each worker, or None if there are too many models.
 
-        None if there are too many models.
+        `workers`: the operator's name, which may be empty, and the worker's info.
         """
         described = [((label, info.weights_fingerprint or info.model), info) for label, info in workers]
         used = {key for key, _ in described}
@@ -39,7 +39,7 @@ class DraftRegistry:
         return [self._models.get(key) for key, _ in described]
 
     def _make_room(self, used: set[DraftKey], new: DraftKey) -> bool:
-        """Forget the oldest model without workers if there are too many. Return whether there is room."""
+        """Forget the oldest model without workers if the registry is full. Return whether there is room."""
         if len(self._models) < MAX_DRAFTS:
             return True
         unused = next((key for key in self._models if key not in used), None)
@@ -52,7 +52,7 @@ class DraftRegistry:
         return True
 
     def _name(self, used: set[DraftKey]) -> None:
-        """Name the models. Of several with the same name, the oldest with workers gets it."""
+        """Give the models unique names. Of models with the same name, the oldest with workers keeps it."""
         taken: dict[str, DraftModel] = {}
         for model in sorted(self._models.values(), key=lambda model: model.key not in used):
             label, fingerprint = model.key
@@ -65,7 +65,7 @@ class DraftRegistry:
             if name != base and name != model.name and model.key in used:
                 other = taken[base].key[1]
                 log.warning(
-                    "draft workers named %s have different weights, %s and %s; the latter are the draft %s",
+                    "draft workers named %s have different weights (%s and %s); treating the latter as draft %s",
                     *(base, other, fingerprint, name),
                 )
             model.name = name

@@ -1,4 +1,4 @@
-"""The draft models of a group of workers: which are ready, what they can do, and how long their steps take."""
+"""Draft models of a group of workers, with their readiness, limits and step times."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,23 +12,23 @@ from specpool.protocol.features import FeatureSpec
 from specpool.protocol.worker_info import WorkerInfo
 
 SHARE_STEPS = 8
-"""Precision of the share of a round's rows that a draft's workers run, for step times."""
+"""Steps to which the lead draft's share of a round's rows is rounded, so that step times rarely change."""
 
 
 class DraftRoster:
     """Assigns a draft model to each link, and describes the models with ready workers."""
 
     def __init__(self, links: Callable[[], Iterable[DraftLink]]) -> None:
-        """`links`: returns those to all draft workers."""
+        """`links`: returns the links to all draft workers."""
         self._links, self._registry = links, DraftRegistry()
         self._described: list[tuple[DraftLink, WorkerInfo]] = []
-        """Descriptions of the workers, from which their models follow."""
+        """Worker descriptions as of the last identification of their models."""
         self._workers: dict[DraftModel, list[tuple[WorkerInfo, StepTimes]]] = {}
-        """The ready workers of each model, from which `_limits` follow."""
+        """Ready workers of each model as of the last update of `_limits`."""
         self._limits: dict[DraftModel, WorkerInfo] = {}
         self._shared_times = StepTimes(UNKNOWN_DRAFT)
         self._lead: tuple[list[StepTimes], int] = [], 0
-        """Workers and share of rows from which `_shared_times` were computed."""
+        """Workers and share of rows as of the last update of `_shared_times`."""
 
     @property
     def known_models(self) -> list[DraftModel]:
@@ -55,7 +55,7 @@ class DraftRoster:
         return [*workers]
 
     def _identify(self) -> None:
-        """Find out the model of each worker, after one has described itself."""
+        """Update the model of each worker if any description has changed."""
         described = [(link, link.info) for link in self._links() if link.info is not None]
         if described != self._described:
             models = self._registry.update((link.label, info) for link, info in described)
@@ -64,25 +64,25 @@ class DraftRoster:
             self._described = described
 
     def limits(self, model: DraftModel | None) -> WorkerInfo | None:
-        """What all ready workers of a model can do. None if none is ready, or without a model."""
+        """Return the common limits of a model's ready workers. None if no worker is ready or `model` is None."""
         return self._limits.get(model) if model is not None else None
 
     @property
     def max_branches(self) -> int:
-        """Maximum branches of a sequence, of any model."""
+        """Maximum branches of a sequence with any model."""
         return min((self._limits[model].max_branches for model in self.models), default=0)
 
     @property
     def features(self) -> FeatureSpec | None:
-        """The hidden states that drafts read. None if two drafts read different ones."""
+        """Hidden states that drafts read. None if no draft reads any, or two drafts read different ones."""
         specs = {model.features for model in self.models if model.features is not None}
         return specs.pop() if len(specs) == 1 else None
 
     def step_times(self, count: Callable[[DraftLink], int]) -> StepTimes:
-        """Times of steps, by rows of the whole round. A new object whenever a worker is new.
+        """Return step times by rows of the whole round, as a new object after any change of workers.
 
-        The draft with the most sequences decides, since rounds do not wait long for others. `count`: of the sequences
-        of a worker.
+        Only the draft with the most sequences counts, because rounds do not wait long for others. `count`: returns the
+        number of sequences on a worker.
         """
         counts = dict.fromkeys(self.models, 0)
         if len(counts) <= 1:
@@ -99,7 +99,7 @@ class DraftRoster:
 
 
 def _limits(infos: Sequence[WorkerInfo]) -> WorkerInfo:
-    """What all workers with the same weights can do."""
+    """Return the common limits of workers with the same weights."""
     return replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),

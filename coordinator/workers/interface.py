@@ -100,7 +100,7 @@ class Roster(Protocol):
 
 
 class Draft(Worker, Protocol):
-    """The draft workers, as `coordinator.workers.draft_group.DraftGroup`."""
+    """The draft workers, such as `coordinator.workers.draft_group.DraftGroup`."""
 
     @property
     def is_ready(self) -> bool: ...

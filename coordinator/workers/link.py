@@ -102,7 +102,7 @@ class WorkerLink:
         raise NotImplementedError
 
     async def _checked(self, info: WorkerInfo) -> WorkerInfo:
-        """Return the worker's description with what the check has found.
+        """Check a worker's description, and return it with any additions.
 
         Raises MismatchError if the worker must not be used, and WorkerRefusedError if it cannot serve rounds now.
         """

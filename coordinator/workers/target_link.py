@@ -124,7 +124,7 @@ class TargetLink(WorkerLink):
 
     @property
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """The target's tokenizer. None until the worker was first ready."""
+        """The target's tokenizer. None until the worker has been ready."""
         return self.tokenizer.files if self.tokenizer is not None else None
 
     @property

@@ -1,4 +1,4 @@
-"""Build the translation for a pair of tokenizers, and choose its method by what a perfect draft would get accepted."""
+"""Builds the translation for a pair of tokenizers, with the method that has the higher fidelity."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,18 +9,18 @@ from draft_worker.translation.translation import RETOKENIZED, SHARED, Translatio
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary
 
 EQUAL_COVERAGE = 0.99
-"""Coverage from which vocabularies count as equal: the draft then sees exactly the target's tokens."""
+"""Minimum coverage to prefer `SHARED` in any case, so that the draft sees the target's exact tokens."""
 MIN_FIDELITY = 0.5
-"""Minimum share of a sample's tokens that a perfect draft proposes. See docs/decisions.md."""
+"""Minimum fidelity of a translation. See docs/decisions.md."""
 MEASURED_DRAFT_TOKENS = 4
 TEXT_BYTES = 16 * MEASURED_DRAFT_TOKENS
-"""Bytes of text that a perfect draft foresees."""
+"""Bytes of following text known to the simulated draft."""
 
 
 def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) -> tuple[Translation, float]:
-    """Return the better translation, and its fidelity. `vocab_size`: the target's.
+    """Return the better translation and its fidelity. `vocab_size`: of the target.
 
-    Raises UnsupportedTokenizerError below `MIN_FIDELITY`.
+    Raises UnsupportedTokenizerError if the fidelity is below `MIN_FIDELITY`.
     """
     specials = _special_map(target, draft)
     ids = {text: token_id for token_id, text in draft.texts.items()}
@@ -34,16 +34,13 @@ def build_translation(target: Vocabulary, draft: Vocabulary, vocab_size: int) ->
     measured = [(translation, fidelity(translation)) for translation in methods]
     best, measure = measured[0] if coverage >= EQUAL_COVERAGE else max(measured, key=lambda each: each[1])
     if measure < MIN_FIDELITY:
-        reason = f"a perfect draft would propose only {measure:.0%} of the target's tokens"
-        raise UnsupportedTokenizerError(f"{reason}; at least {MIN_FIDELITY:.0%} are needed")
+        reason = f"even a perfect draft would get only {measure:.0%} of its tokens accepted"
+        raise UnsupportedTokenizerError(f"{reason}; the minimum is {MIN_FIDELITY:.0%}")
     return best, measure
 
 
 def fidelity(translation: Translation, sample: str = SAMPLE, count: int = MEASURED_DRAFT_TOKENS) -> float:
-    """Return the share of a text's tokens that the target accepts from a draft that foresees the text.
-
-    `count`: draft tokens per round.
-    """
+    """Return the acceptance rate of a perfect draft, which knows the sample text. `count`: draft tokens per round."""
     target, draft = translation.target, translation.draft
     token_ids, sequence, place = target.encode(sample.encode()), TranslatedSequence(translation), 0
     num_accepted = num_rounds = 0
@@ -68,7 +65,7 @@ def _ratio(translation: Translation, sample: str = SAMPLE) -> float:
 
 
 def _special_map(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Map special tokens of the same text, and those that begin or end a sequence."""
+    """Map special tokens with the same text, and the tokens that begin or end a sequence."""
     mapped = {
         token_id: draft.special_ids[text] for text, token_id in target.special_ids.items() if text in draft.special_ids
     }

@@ -1,4 +1,4 @@
-"""A text on which translations are measured: prose, code and data in several scripts."""
+"""Sample text for measuring translations: prose, code and data in several scripts."""
 
 SAMPLE = '''\
 The harbour was quiet when the last ferry came in. Two passengers left, an old man with a suitcase and a girl who

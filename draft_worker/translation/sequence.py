@@ -1,4 +1,4 @@
-"""A sequence of the target's tokens, translated as it grows and is truncated."""
+"""Incremental translation of a sequence of the target's tokens that grows and may be truncated."""
 
 from collections.abc import Sequence
 
@@ -6,27 +6,27 @@ from draft_worker.translation.translation import Translation
 from draft_worker.translation.vocabulary import num_incomplete
 
 BORDER_DISTANCE = 16
-"""Minimum number of target tokens between two borders to remember."""
+"""Minimum number of target tokens between two remembered borders."""
 MAX_CHARACTER_BYTES = 4
 MAX_TEXT_BYTES = 512
-"""Maximum bytes of text to encode together, except up to the end of a token and character."""
+"""Bytes of text after which to end an encoding at the next boundary of a token and character."""
 
 
 class TranslatedSequence:
-    """Translates text between borders, where the encoding of the text before does not depend on the text after."""
+    """Translates text between borders. The encoding of the text before a border does not depend on the text after."""
 
     def __init__(self, translation: Translation, max_length: int = 2**31) -> None:
-        """`max_length`: stop translating once the sequence has more of the draft's tokens."""
+        """`max_length`: number of draft tokens after which to stop translating."""
         self.translation, self._max_length = translation, max_length
         self.target_ids: list[int] = []
         self.draft_ids: list[int] = [*translation.draft.prefix]
         self._borders = [(0, len(self.draft_ids))]
-        """Numbers of the target's and the draft's tokens before each border."""
+        """Number of target tokens and of draft tokens before each border."""
         self._text = bytearray()
-        """Text that is not encoded yet."""
+        """Text not encoded yet."""
 
     def extend(self, base_length: int, token_ids: Sequence[int]) -> bool:
-        """Keep the first `base_length` target tokens and append others. Return False if there are fewer."""
+        """Keep the first `base_length` target tokens and append `token_ids`. Return False if there are fewer tokens."""
         if base_length > len(self.target_ids):
             return False
         while self._borders[-1][0] > base_length:
@@ -40,7 +40,7 @@ class TranslatedSequence:
 
     @property
     def incomplete(self) -> list[int]:
-        """The last target tokens, if their text ends within a character."""
+        """The last target tokens, if their text ends inside a character; else empty."""
         texts, last = self.translation.target.texts, self.target_ids[-MAX_CHARACTER_BYTES:]
         sizes = [len(texts.get(token_id, b"")) for token_id in last]
         rest = num_incomplete(b"".join(texts.get(token_id, b"") for token_id in last))
@@ -51,7 +51,7 @@ class TranslatedSequence:
         return last[len(last) - count :]
 
     def _translate(self, start: int, token_ids: Sequence[int]) -> None:
-        """Append the translation of the target's tokens from `start` on. The last text may be encoded again later."""
+        """Append the translation of target tokens. `start`: index of the first one."""
         translation, text = self.translation, self._text
         texts, to_draft = translation.target.texts, translation.to_draft
         for index, token_id in enumerate(token_ids, start):
@@ -72,7 +72,7 @@ class TranslatedSequence:
         text.clear()
 
     def _flush(self, index: int) -> None:
-        """Encode the text before target token `index`, which is a border."""
+        """Encode the text before a border. `index`: number of target tokens before it."""
         if self._text:
             self.draft_ids += self.translation.draft.encode(bytes(self._text))
             self._text.clear()
@@ -84,5 +84,5 @@ class TranslatedSequence:
 
 
 def _is_border(before: bytes | bytearray, after: bytes) -> bool:
-    """Whether no tokenizer joins two texts: a word ends, and a space follows."""
+    """Whether a word ends and a space follows. No tokenizer merges across such a border."""
     return after[:1] == b" " and not before[-1:].isspace()

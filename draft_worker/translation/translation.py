@@ -1,6 +1,6 @@
-"""Translation between the tokens of a target and those of a draft with another tokenizer.
+"""Translation between the tokens of a target and of a draft with another tokenizer.
 
-Text and tokens of drafts only: the target verifies every token, so a wrong translation costs speed, never a token.
+The target verifies every token, so a wrong translation costs speed but never changes the output.
 
 Sources: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies" (token-level intersection, and string-level exact match).
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from draft_worker.translation.vocabulary import Vocabulary, num_incomplete
 
 SHARED, RETOKENIZED = "shared", "retokenized"
-"""Methods: translate tokens with the same text one to one and re-encode only the others, or re-encode everything."""
+"""Methods: map tokens with the same text one to one and re-encode only the others, or re-encode all text."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Maps of tokens. Tokens in neither map are translated by their text."""
+    """Token maps in both directions. Tokens missing from a map are translated by their text."""
 
     method: str
     target: Vocabulary
@@ -26,23 +26,23 @@ class Translation:
     to_draft: Mapping[int, int]
     to_target: Mapping[int, int]
     coverage: float
-    """Share of the target's vocabulary that the draft's has, too."""
+    """Share of the target's vocabulary that is also in the draft's."""
     vocab_size: int
-    """The target's."""
+    """Vocabulary size of the target."""
     ratio: float = 1.0
-    """Draft tokens per target token, in a sample text."""
+    """Draft tokens per target token in the sample text."""
 
     def num_draft_tokens(self, count: int) -> int:
-        """Return the number of the draft's tokens for `count` tokens of the target."""
+        """Return the expected number of draft tokens for `count` target tokens."""
         return math.ceil(count * self.ratio)
 
     def proposal(
         self, draft_ids: Sequence[int], chances: Sequence[float], limit: int, tail: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Translate a draft. Return at most `limit` of the target's tokens, and their probabilities.
+        """Translate a draft into at most `limit` target tokens. Return them with their probabilities.
 
-        `chances`: the draft's probability of each token, or empty. `tail`: the target's last tokens, if their text ends
-        within a character.
+        `chances`: the draft's probability of each token, or empty. `tail`: the sequence's last target tokens, if their
+        text ends inside a character.
         """
         writer = _Writer(self.target, tail)
         for index, draft_id in enumerate(draft_ids):
@@ -58,7 +58,7 @@ class Translation:
 
 
 class _Writer:
-    """Writes tokens and text as tokens of the target."""
+    """Converts a draft's tokens and text to target tokens."""
 
     def __init__(self, target: Vocabulary, tail: Sequence[int]) -> None:
         self.token_ids: list[int] = []
@@ -66,7 +66,7 @@ class _Writer:
         self._target, self._tail = target, [*tail]
         self._text = bytearray()
         self._starts: list[tuple[int, float]] = []
-        """Where each of the draft's tokens begins in `_text`, and its probability."""
+        """Offset in `_text` and probability of each draft token."""
 
     def add(self, token_id: int, chance: float) -> None:
         self.flush()
@@ -78,9 +78,9 @@ class _Writer:
         self._text += text
 
     def flush(self, *, is_last: bool = False) -> None:
-        """Encode the text so far. A token is as likely as all of the draft's tokens that begin in it.
+        """Encode the text so far. A token's probability is the product over all draft tokens that begin in it.
 
-        `is_last`: nothing follows, so the beginning of a character is no token yet.
+        `is_last`: no text follows, so drop an incomplete character at the end.
         """
         text = bytes(self._text[: len(self._text) - num_incomplete(self._text)] if is_last else self._text)
         encoded, texts, end = self._encode(text), self._target.texts, 0

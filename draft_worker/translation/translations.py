@@ -1,4 +1,4 @@
-"""The translations of a draft worker, one for each tokenizer that its coordinators use."""
+"""Translations of a draft worker, one per tokenizer of its coordinators' targets."""
 
 import hashlib
 import json
@@ -20,20 +20,20 @@ from specpool.protocol.tokenizer import TokenizerFiles
 log = logging.getLogger(__name__)
 
 MAX_TRANSLATIONS = 4
-"""Maximum number of translations, and of refusals to remember. Each takes up to about 100 MiB."""
+"""Maximum number of translations and remembered refusals together. A translation takes up to about 100 MiB."""
 IDLE_SECONDS = 3600.0
-"""Translations that no round has used for this long are freed. Their coordinators ask again."""
+"""Idle time after which a translation is freed. Its coordinator then asks again."""
 
 
 @dataclass
 class _Entry:
     result: Translation | str
-    """The translation, or why there is none."""
+    """The translation, or the reason for refusing it."""
     used: float
 
 
 class Translations:
-    """Builds and keeps translations. Any thread may call it."""
+    """Builds and caches translations. Thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Translations:
         clock: Callable[[], float] = time.monotonic,
         vet: Callable[[TokenizerFiles, int], None] = vet,
     ) -> None:
-        """`vet`: raises UnsupportedTokenizerError for a target's tokenizer that this process must not read."""
+        """`vet`: raises UnsupportedTokenizerError for a tokenizer that is not safe to read in this process."""
         self._files, self._vocab_size, self._clock, self._vet = draft, vocab_size, clock, vet
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
@@ -52,12 +52,12 @@ class Translations:
         return _read("draft", self._files, self._vocab_size)
 
     def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
-        """Return the id of the translation for a target's tokenizer, and the translation or why there is none.
+        """Return the id of the translation for a target's tokenizer, and the translation or the reason for refusing it.
 
-        The first call for a tokenizer takes seconds. Raises UnavailableError if others need all memory.
+        The first call for a tokenizer takes seconds. Raises UnavailableError if too many translations are in use.
         """
         translation_id = _id_of(target, vocab_size)
-        with self._lock:  # one at a time: others wait
+        with self._lock:  # builds one translation at a time
             if (known := self._entries.get(translation_id)) is None:
                 self._make_room()
                 known = self._entries[translation_id] = _Entry(self._build(target, vocab_size), 0.0)
@@ -65,7 +65,7 @@ class Translations:
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
-        """Return a translation. Raises NotFoundError if it has been freed. Its coordinator then asks again."""
+        """Return a translation. Raises NotFoundError if it has been freed; the coordinator then asks again."""
         entry = self._entries.get(translation_id)
         if entry is None or isinstance(entry.result, str):
             raise NotFoundError("translation_id: call UseTokenizer first")
@@ -73,8 +73,8 @@ class Translations:
         return entry.result
 
     def expire(self) -> None:
-        """Free the translations that are not in use."""
-        if self._lock.acquire(blocking=False):  # not while one is built
+        """Free idle translations."""
+        if self._lock.acquire(blocking=False):  # a build may hold the lock for seconds
             try:
                 for translation_id in [each for each, entry in self._entries.items() if self._is_idle(entry)]:
                     del self._entries[translation_id]
@@ -89,12 +89,12 @@ class Translations:
         return self._clock() - entry.used > IDLE_SECONDS
 
     def _make_room(self) -> None:
-        """Free an idle translation or a refusal if there are too many."""
+        """If full, remove an idle translation or a refusal. Raises UnavailableError if there is none."""
         if len(self._entries) < MAX_TRANSLATIONS:
             return
         free = (each for each, entry in self._entries.items() if isinstance(entry.result, str) or self._is_idle(entry))
         if (oldest := next(free, None)) is None:
-            raise UnavailableError(f"{MAX_TRANSLATIONS} translations are in use, the maximum")
+            raise UnavailableError(f"all {MAX_TRANSLATIONS} translations are in use")
         del self._entries[oldest]
 
     def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
@@ -106,8 +106,8 @@ class Translations:
             log.warning("cannot translate between the tokenizers: %s", error)
             return str(error)
         log.info(
-            "translating the tokens of another tokenizer (%s): the draft has %.0f%% of the target's tokens, and a "
-            "perfect draft would get %.0f%% accepted; prepared in %.1f s",
+            "translating tokens (%s): the draft has %.0f%% of the target's vocabulary, and a perfect draft would get "
+            "%.0f%% of its tokens accepted; prepared in %.1f s",
             translation.method, 100 * translation.coverage, 100 * fidelity, time.perf_counter() - began,
         )  # fmt: skip
         return translation

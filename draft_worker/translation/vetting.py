@@ -1,4 +1,4 @@
-"""Reads a target's tokenizer in a process with limits first. It comes from outside, and a file can abort its process.
+"""Reads an untrusted tokenizer in a limited process first, because a malformed file can abort the process.
 
 The draft worker starts this module as `python -m draft_worker.translation.vetting`.
 """
@@ -15,17 +15,17 @@ from specpool.protocol.tokenizer import TokenizerFiles
 
 COMMAND = [sys.executable, "-P", "-m", "draft_worker.translation.vetting"]
 INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
-"""The process gets no other variables, and so neither settings nor secrets."""
+"""Inherited environment variables. All others, which may hold settings and secrets, are dropped."""
 SECONDS, PATIENCE = 30, 10
-"""Processor time, and wall-clock time per second of it."""
+"""CPU time limit in seconds, and wall-clock seconds allowed per CPU second."""
 MEMORY, MEMORY_PER_BYTE = 512 * 2**20, 32
-"""Bytes of memory, and further ones per byte of the tokenizer."""
+"""Memory limit in bytes, and its growth per byte of the tokenizer."""
 REFUSED = 3
 MAX_REASON_CHARACTERS = 500
 
 
 def vet(files: TokenizerFiles, vocab_size: int) -> None:
-    """Read a tokenizer and encode a text in another process. Raises UnsupportedTokenizerError."""
+    """Read a tokenizer and encode the sample text in another process. Raises UnsupportedTokenizerError."""
     memory = MEMORY + MEMORY_PER_BYTE * len(files.tokenizer_json)
     environment = {name: value for name, value in os.environ.items() if name in INHERITED}
     try:

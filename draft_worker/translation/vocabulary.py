@@ -1,4 +1,4 @@
-"""The tokens of a tokenizer as bytes, and the encoding of a text that continues another one.
+"""A tokenizer's tokens as bytes, and encoding of text in the middle of a sequence.
 
 Tokens are bytes rather than text, because a character may span several tokens.
 """
@@ -30,23 +30,23 @@ class UnsupportedTokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's tokens."""
+    """The tokens of a tokenizer."""
 
     texts: dict[int, bytes]
-    """The bytes of each token, without special tokens."""
+    """Bytes of each token, except special tokens."""
     special_ids: dict[str, int]
     """Special tokens by text."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     prefix: tuple[int, ...]
-    """Tokens that the tokenizer puts before a text, such as a beginning-of-sequence token."""
+    """Tokens that the tokenizer adds before a text, such as a beginning-of-sequence token."""
     byte_ids: dict[int, int]
-    """The token of each single byte."""
+    """Token id of each single byte."""
     tokenizer: Tokenizer
 
     @classmethod
     def read(cls, files: TokenizerFiles, vocab_size: int) -> "Vocabulary":
-        """Read a tokenizer, in about a second. Raises UnsupportedTokenizerError."""
+        """Read a tokenizer. Takes about a second. Raises UnsupportedTokenizerError."""
         try:
             description = json.loads(files.tokenizer_json)
             kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
@@ -57,7 +57,7 @@ class Vocabulary:
             raise UnsupportedTokenizerError("it is nested too deeply") from None
         except MemoryError:
             raise UnsupportedTokenizerError("it takes too much memory") from None
-        except Exception as error:  # tokenizers raises Exception itself, and the file may contain anything
+        except Exception as error:  # the tokenizers library raises bare Exception, and the file may contain anything
             raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -80,7 +80,7 @@ class Vocabulary:
         return cls(texts, special, files.eos_token_ids, bos, known_prefix, byte_ids, tokenizer)
 
     def encode(self, text: bytes) -> list[int]:
-        """Return the tokens of a text that continues another one. Invalid UTF-8 becomes tokens of single bytes."""
+        """Return the tokens of a text that continues another text. Invalid UTF-8 becomes single-byte tokens."""
         token_ids: list[int] = []
         for valid, invalid in _pieces(text):
             if valid:
@@ -90,7 +90,7 @@ class Vocabulary:
 
 
 def num_incomplete(text: bytes | bytearray) -> int:
-    """Return the number of bytes at the end of a text that begin a character without completing it."""
+    """Return the number of bytes of an incomplete UTF-8 character at the end of a text."""
     for count in range(1, min(3, len(text)) + 1):
         byte = text[-count]
         if byte >= 0xC0:
@@ -102,7 +102,7 @@ def num_incomplete(text: bytes | bytearray) -> int:
 
 
 def _pieces(text: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield valid parts of a text, each with the invalid bytes that follow it."""
+    """Yield each valid part of a text with the invalid bytes that follow it."""
     while text:
         try:
             yield text.decode(), b""
@@ -113,7 +113,7 @@ def _pieces(text: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _steps(description: Any, members: str, levels: int = MAX_DEPTH) -> list[dict[str, Any]]:
-    """Return the steps of nested sequences in order."""
+    """Flatten nested sequences of steps. `members`: key of a sequence's steps."""
     if description is None:
         return []
     if not levels:
@@ -124,18 +124,18 @@ def _steps(description: Any, members: str, levels: int = MAX_DEPTH) -> list[dict
 
 
 def _bytes_of(token: str, kinds: list[str]) -> bytes:
-    """Return the bytes that a token adds to a text."""
+    """Return the bytes of a token. `kinds`: types of the decoder's steps."""
     if "ByteLevel" in kinds:
         return bytes(map(BYTE_OF_CHARACTER.__getitem__, token)) if BYTE_OF_CHARACTER.keys() >= {*token} else b""
     if "ByteFallback" in kinds and token in BYTE_TOKENS:
         return bytes([BYTE_TOKENS[token]])
     if "Metaspace" in kinds or "Replace" in kinds:
         return token.replace(METASPACE, " ").encode(errors="replace")
-    raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not give the bytes of tokens")
+    raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not map tokens to bytes")
 
 
 def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:
-    """Let a tokenizer add neither a space before a text, nor special tokens around it. Special tokens become text."""
+    """Stop a tokenizer from adding a leading space and special tokens. Encode special tokens as plain text."""
     normalizers = [step for step in _steps(description["normalizer"], "normalizers") if step["type"] != "Prepend"]
     never: dict[str, Any] = {"prepend_scheme": "never"}
     changes = {"Metaspace": never, "ByteLevel": {"add_prefix_space": False}}
@@ -147,7 +147,7 @@ def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
-    changed = Tokenizer.from_str(json.dumps(empty))  # a small one, because loading the vocabulary takes long
+    changed = Tokenizer.from_str(json.dumps(empty))  # without a vocabulary, which is slow to load
     tokenizer.normalizer = changed.normalizer if normalizers else None
     tokenizer.pre_tokenizer = changed.pre_tokenizer if splits else None
     tokenizer.post_processor = None

@@ -27,7 +27,7 @@ FILES = {
     "grammar": "sampling_params.grammar",
     "prediction": "speculative.prediction.text",
 }
-"""Fields of a request that are read from files, by setting."""
+"""Request fields to read from files, by setting."""
 
 
 def generate(settings: GenerateSettings) -> int:
@@ -48,7 +48,7 @@ def generate(settings: GenerateSettings) -> int:
 
 
 def _text_of(path: Path, keeps_line_ends: bool) -> str:
-    """Return the text of a file. Raises OSError, ValueError."""
+    """Read a non-empty UTF-8 file. Raises OSError, ValueError. `keeps_line_ends`: do not normalize line ends."""
     with path.open(encoding="utf-8", newline="" if keeps_line_ends else None) as file:
         text = file.read()
     if not text:
@@ -107,7 +107,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def notes(response: pb.GenerateResponse, options: Mapping[str, Any]) -> list[str]:
-    """Return notes on an answer: how a prediction fared, and why the answer is incomplete. `options`: the request's."""
+    """Return notes on an answer: the tokens of its prediction, and why it is incomplete. `options`: of the request."""
     usage, notes = response.usage, list[str]()
     if options.get("prediction") is not None:
         accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
@@ -137,14 +137,14 @@ def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> 
 
 
 def _options(settings: GenerateSettings, texts: dict[str, str]) -> dict[str, Any]:
-    """Return the options of requests. `texts`: contents of files by setting."""
+    """Return the options of all requests. `texts`: file contents by setting."""
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
     stop = None if settings.stop is None else [settings.stop]
     return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop} | texts
 
 
 def _with_file(error: SpecpoolError, settings: GenerateSettings) -> str:
-    """Format an error with the names of flags, and with the file of a refused constraint or prediction."""
+    """Format an error with flag names, and with the file of an invalid constraint or prediction."""
     files = {field: getattr(settings, name) for name, field in FILES.items()}
     file = files.get(error.field) if isinstance(error, InvalidArgumentError) else None
     text = with_flags(GenerateSettings, str(error))

@@ -58,10 +58,10 @@ class GenerateSettings(Settings, ClientSecurity):
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
     draft_method: DraftMethod | None = Field(
-        None, description="model, ngram, suffix, prediction, or best of all; default: the server's"
+        None, description="model, ngram, suffix, prediction, or best, the most promising one; default: the server's"
     )
     prediction: Path | None = Field(
-        None, description="file with a text that the answer probably repeats in large part, for prompts without one"
+        None, description="file with a text that the answer probably repeats; --prompts can override it per line"
     )
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
     top_p: float | None = Field(None, description="sample from the top tokens with this cumulative probability")
@@ -94,7 +94,7 @@ class GenerateSettings(Settings, ClientSecurity):
 
     @classmethod
     def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
-        """Load the settings. Each `--choice` is one text: pydantic would split it at commas."""
+        """Load the settings. Parse `--choice` separately, because pydantic splits values at commas."""
         choices, others = _split_choices(sys.argv[1:] if arguments is None else arguments)
         with naming(program, "", ValueError):
             _check_repeats(others)
@@ -118,7 +118,7 @@ class GenerateSettings(Settings, ClientSecurity):
 
 
 def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the texts of `--choice`, and the other arguments."""
+    """Split command-line arguments into the texts of `--choice` and all other arguments."""
     choices, others, rest = list[str](), list[str](), iter(arguments)
     for argument in rest:
         flag, equals, text = argument.partition("=")
@@ -132,7 +132,7 @@ def _split_choices(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_repeats(arguments: list[str]) -> None:
-    """Raise ValueError for a repeated constraint or prediction; argparse would silently keep the last one."""
+    """Raise ValueError for a repeated constraint or prediction, because argparse silently keeps the last one."""
     flags = [argument.partition("=")[0] for argument in takewhile(lambda argument: argument != "--", arguments)]
     for flag in ("--json-schema", "--regex", "--grammar", "--prediction"):
         if flags.count(flag) > 1:

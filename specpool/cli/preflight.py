@@ -21,7 +21,7 @@ MAX_MESSAGES = 4
 
 WORKER = " worker"
 MODEL_FLAGS = {"draft": "draft", "canary": "draft_canary"}
-"""Flags with the models of draft workers, by role."""
+"""Flags that set the models of draft workers, by role."""
 DEFAULT_HOST = ListeningSettings.model_fields["host"].default
 
 

@@ -1,4 +1,4 @@
-"""The draft models that `specpool top` compares. Pure."""
+"""Comparison of draft models for `specpool top`. Pure."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ NO_DRAFT = pb.DraftModelState()
 
 @dataclass(frozen=True)
 class Draft:
-    """One of several draft models. Its rates cover a period; undefined ones are None."""
+    """One of several draft models. Rates cover a period, and are None if undefined."""
 
     name: str
     model: str
     weights_fingerprint: str
     ready_workers: int
     share: float
-    """Share of new samples that draft with it."""
+    """Share of new samples assigned to this draft."""
     running: int
-    """Samples that draft with it now."""
+    """Running samples assigned to this draft."""
     acceptance_rate: float | None
     tokens_per_round: float | None
-    """Tokens that its samples gain in a round, with or without draft tokens."""
+    """Tokens per round of its samples, including rounds without draft tokens."""
     gain: float | None
-    """Expected speed if it drafted for all samples, relative to plain decoding."""
+    """Expected speed relative to plain decoding, if this draft served all samples."""
 
 
 def drafts_of(info: pb.GetServerInfoResponse, earlier: pb.GetServerInfoResponse | None) -> tuple[Draft, ...]:
-    """Return the draft models, if there are several. `earlier`: begin of the period; None: the server's start."""
+    """Return the draft models if there are several. `earlier`: state at the start of the period; None: server start."""
     if len(info.drafts) < 2:
         return ()
     before = {each.weights_fingerprint + each.name: each for each in earlier.drafts} if earlier is not None else {}

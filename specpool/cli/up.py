@@ -32,7 +32,7 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 OF_CARRIED = ("draft_revision", "draft_activations", "draft_kv_memory")
 """Settings of the carried draft, which target workers take under the same names."""
 LIKE = {"standby": "target", CANARY: "draft"}
-"""Roles with the settings of another role."""
+"""Roles that share the settings of another role."""
 UNNUMBERED = {"target worker", "draft worker"}
 """Workers that log under the default name of their process."""
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
@@ -93,7 +93,7 @@ def _count(settings: UpSettings, role: str) -> int:
 
 
 def _numbers(settings: UpSettings, role: str) -> range:
-    """Return the numbers of a role's workers. A canary follows the other draft workers."""
+    """Return the numbers of a role's workers. The canary's number follows those of the other draft workers."""
     first = settings.drafts + 1 if role == CANARY else 1
     return range(first, first + _count(settings, role))
 

@@ -20,9 +20,9 @@ MAX_WORKERS = 64
 """Maximum workers of a role."""
 METRICS_PORTS = {"target": 1, "draft": 2, "standby": 3}
 """Offset of each role's first metrics port from the coordinator's. Other workers' ports follow."""
+DRAFT_NAMES = CURRENT, CANARY = ("current", "canary")
+"""Names of the drafts in `draft_share`."""
 CPU = "cpu"
-CURRENT, CANARY = "current", "canary"
-"""Names of the drafts, if there is a canary."""
 
 # Reuse the field definitions of the processes.
 ENGINE: dict[str, Any] = EngineOptions.model_fields
@@ -49,7 +49,7 @@ class UpSettings(ListeningSettings):
     draft_canary: str | None = Field(
         None,
         min_length=1,
-        description="second draft, compared with the first one: hub id, folder or GGUF file, in one more worker",
+        description="second draft to compare with the first one, in its own worker: hub id, folder or GGUF file",
     )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]
@@ -122,7 +122,11 @@ class UpSettings(ListeningSettings):
     )
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
-    draft_share: Shares | None = COORDINATOR["draft_share"]
+    draft_share: Shares | None = Field(
+        None,
+        description="shares of new samples for the drafts current and canary, such as canary=0.1; 0 withdraws a draft; "
+        "default: expected tokens per second decide",
+    )
     smg: bool = COORDINATOR["smg"]
     chat_template: Path | None = COORDINATOR["chat_template"]
     reasoning_tags: str = COORDINATOR["reasoning_tags"]
@@ -155,8 +159,8 @@ class UpSettings(ListeningSettings):
             raise ValueError("draft_canary needs a draft")
         if self.draft_share is not None and self.draft_canary is None:
             raise ValueError("draft_share needs --draft-canary")
-        if unknown := read_shares(self.draft_share or "").keys() - {CURRENT, CANARY}:
-            raise ValueError(f"draft_share: the drafts are named {CURRENT} and {CANARY}, not {min(unknown)}")
+        if unknown := read_shares(self.draft_share or "").keys() - {*DRAFT_NAMES}:
+            raise ValueError(f"draft_share: no draft is named {min(unknown)}; use current or canary")
         if self.record_share is not None and self.record is None:
             raise ValueError("record_share needs --record, the directory for the answers")
         self._check_ports()

@@ -54,7 +54,7 @@ _PERMANENT = (
 
 
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
-"""The server's gRPC library refuses a request. It sends no details."""
+"""The gRPC library's own refusal of a request, which carries no error details."""
 
 
 def is_permanent(error: RequestError) -> bool:

@@ -50,7 +50,7 @@ def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return why a text cannot be read, without the path that an OSError repeats."""
+    """Return why a text cannot be read, without the path that an OSError includes."""
     if isinstance(error, UnicodeDecodeError):
         return "is not UTF-8"
     return getattr(error, "strerror", None) or str(error)

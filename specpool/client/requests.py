@@ -104,7 +104,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat_options: Mappi
 
 
 def _prediction(prediction: object) -> dict[str, object]:
-    """Return the fields of a `Prediction`."""
+    """Return the fields of a `Prediction` message. Raises TypeError."""
     if isinstance(prediction, str):
         return {"text": prediction}
     if isinstance(prediction, bytes | Mapping) or not hasattr(prediction, "__getitem__"):

@@ -81,13 +81,13 @@ def distill(settings: DistillSettings) -> None:
 def dialogues_of(
     settings: DistillSettings, target: str, config: PreTrainedConfig
 ) -> tuple[list[Example], list[Example]]:
-    """Return recorded or generated dialogues: those held out from training, and the others."""
+    """Return the held-out dialogues and the training dialogues, either recorded or generated."""
     if (folder := settings.recording) is not None:
         with naming(PROGRAM, "from", OSError, ValueError):
             return recorded_examples(folder, target, config.vocab_size, settings.num_dialogues, settings.held_out)
     generate_dialogues(settings, target)
     dialogues = [example for file in dialogue_files(settings) for example in Dialogues.load(file).examples()]
-    random.Random(settings.seed).shuffle(dialogues)  # short dialogues end first
+    random.Random(settings.seed).shuffle(dialogues)  # files hold short dialogues first
     return dialogues[: settings.held_out], dialogues[settings.held_out :]
 
 

@@ -1,7 +1,7 @@
-"""Recorded answers as training examples: `specpool distill --from DIR`.
+"""Training examples from recorded answers, for `specpool distill --from DIR`.
 
-The target chose each recorded token after its prompt, which is not recorded. So each token is the only candidate at its
-position, and the header of an answer takes the prompt's place.
+A recording has no prompts and only the chosen tokens. Each token is therefore the only candidate at its position, and
+the chat template's header of an answer replaces the prompt.
 """
 
 from collections import Counter
@@ -22,13 +22,13 @@ from specpool.protocol.tokenizer import TokenizerFiles
 
 MIN_ANSWERS = 64
 MAX_HELD_OUT_SHARE = 8
-"""At most 1/MAX_HELD_OUT_SHARE of the answers is held out."""
+"""Hold out at most 1/MAX_HELD_OUT_SHARE of the answers."""
 MIN_TOKENS, MAX_TOKENS = 4, 1024
-"""Shorter answers are left out, and longer ones truncated."""
+"""Skip shorter answers and truncate longer ones."""
 
 
 def read_recording(folder: Path, fingerprint: str, vocab_size: int, count: int) -> list[RecordedAnswer]:
-    """Return the newest distinct answers of a folder, at most `count`.
+    """Return at most `count` distinct answers from a folder, newest first.
 
     `fingerprint`: of the target's tokenizer. Raises OSError and ValueError, which name the file or folder.
     """
@@ -37,12 +37,12 @@ def read_recording(folder: Path, fingerprint: str, vocab_size: int, count: int) 
     if len(answers) < MIN_ANSWERS:
         raise ValueError(f"{folder} has {len(answers)} distinct answers, but training needs at least {MIN_ANSWERS}")
     if (largest := max(max(answer.token_ids) for answer in answers)) >= vocab_size:
-        raise ValueError(f"{folder} has token id {largest}, beyond the target's {vocab_size} tokens")
+        raise ValueError(f"{folder} has token id {largest}, but the target has only {vocab_size} tokens")
     return answers
 
 
 def _newest_first(paths: Iterable[Path], fingerprint: str) -> Iterator[RecordedAnswer]:
-    """Yield the answers of these shards, in order, that the target of the first shard gave."""
+    """Yield the answers of the shards that come from the same weights as the first shard."""
     weights, left_out = None, 0
     for path in paths:
         if (shard := read_shard(path)) is None:
@@ -56,7 +56,7 @@ def _newest_first(paths: Iterable[Path], fingerprint: str) -> Iterator[RecordedA
         else:
             left_out += len(answers)
     if left_out:
-        console.print(f"leaving out {left_out:,} answers, which a target with other weights gave earlier")
+        console.print(f"ignoring {left_out:,} answers of a target with other weights")
 
 
 def _distinct(answers: Iterable[RecordedAnswer]) -> Iterator[RecordedAnswer]:
@@ -68,10 +68,10 @@ def _distinct(answers: Iterable[RecordedAnswer]) -> Iterator[RecordedAnswer]:
 
 
 def split(answers: list[RecordedAnswer], held_out: int) -> tuple[list[RecordedAnswer], list[RecordedAnswer]]:
-    """Return answers held out from training, and the others. The same answers give the same split.
+    """Split answers into held-out answers and training answers. Deterministic.
 
-    Clients are held out as a whole, in the order of their hashes, if enough of their answers fit into `held_out`.
-    Otherwise answers are held out, whoever got them.
+    Hold out whole clients, in the order of their hashes, if that yields at least half of `held_out`. Otherwise hold out
+    answers regardless of client.
     """
     held_out = min(held_out, len(answers) // MAX_HELD_OUT_SHARE)
     sizes, chosen, room = Counter(answer.client for answer in answers), set(), held_out
@@ -89,7 +89,7 @@ def split(answers: list[RecordedAnswer], held_out: int) -> tuple[list[RecordedAn
 def recorded_examples(
     folder: Path, target: str, vocab_size: int, count: int, held_out: int
 ) -> tuple[list[Example], list[Example]]:
-    """Return the examples held out from training, and the others. Raises OSError and ValueError."""
+    """Return the held-out examples and the training examples. Raises OSError and ValueError."""
     tokenizer = load_tokenizer(target)
     fingerprint = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ()).fingerprint
     answers = read_recording(folder, fingerprint, vocab_size, count)
@@ -102,7 +102,7 @@ def recorded_examples(
 
 
 def example_of(answer: RecordedAnswer, before: tuple[int, ...]) -> Example:
-    """An example whose only candidate at each position is the recorded token. `before`: tokens before an answer."""
+    """Return an example whose only candidates are the recorded tokens. `before`: tokens before an answer."""
     tokens = torch.tensor([*before, *answer.token_ids[:MAX_TOKENS]])
     start = max(1, len(before))
     top_ids = tokens[start:, None].int().repeat(1, TOP)

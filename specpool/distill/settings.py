@@ -31,7 +31,7 @@ class DistillSettings(Settings):
     recording: Path | None = Field(
         None,
         alias="from",
-        description="train on the answers that a coordinator recorded in this directory, and generate no dialogues; "
+        description="train on answers that a coordinator recorded in this directory, instead of generating dialogues; "
         "--dialogues limits their number, newest first",
     )
     held_out: int = Field(
@@ -87,7 +87,7 @@ class DistillSettings(Settings):
     def draft_to_continue(self) -> Path | None:
         """The trained draft to start from. With 0 epochs, it defaults to the draft of an earlier run.
 
-        Raises OSError if it would be the embedded draft, and this installation lacks it.
+        Raises OSError if the default is the embedded draft, and the installation lacks it.
         """
         if self.initial is not None:
             return self.initial

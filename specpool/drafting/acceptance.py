@@ -106,17 +106,17 @@ def rate_of(rate_bin: int) -> float:
 
 @dataclass
 class AcceptanceRates:
-    """Acceptance rates of many sequences. A new sequence starts with the rate of its draft, or else the overall one."""
+    """Acceptance rates of many sequences. A new sequence starts with its draft's rate, or with the overall rate."""
 
     first_rate: float
     """Overall rate before the first draft token."""
     _overall: Acceptance = field(default_factory=Acceptance)
     _sequences: dict[int, Acceptance] = field(default_factory=dict)
     _drafts: dict[int, Acceptance] = field(default_factory=dict)
-    """The rate of the draft of each sequence, if there are several drafts."""
+    """Rate of each sequence's draft, by sequence id, if there are several drafts."""
 
     def assign(self, sequence_id: int, draft: Acceptance) -> None:
-        """Let a sequence use a draft, whose rate is `draft`. Forget its rate with another draft."""
+        """Assign a draft with the rate `draft` to a sequence, and forget the sequence's rate with any other draft."""
         if self._drafts.get(sequence_id) is not draft:
             self._sequences.pop(sequence_id, None)
             self._drafts[sequence_id] = draft

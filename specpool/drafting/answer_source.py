@@ -1,4 +1,4 @@
-"""The source that repeats earlier answers of the request's namespace. Pure."""
+"""Lookups in earlier answers of the request's namespace. Pure."""
 
 from collections.abc import Iterable
 
@@ -27,14 +27,14 @@ class AnswerSource:
         return self.rates.vote(sequence, matches, limit)
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """See `Source`. Keep the answer of a sequence that has finished, if its request allows it."""
+        """See `Source`. Also store the answer of a completed sequence, if its request allows it."""
         self.rates.observe(sequence, lookup)
         if sequence.is_complete and _shares_answers(sequence.request):
             start = max(0, sequence.prompt_length - PROMPT_TOKENS)
             self._store.add(sequence.request.namespace, sequence.token_ids[start:])
 
     def index_some(self) -> None:
-        """Index some tokens of new answers. Call it once per round."""
+        """Index some tokens of new answers. Call once per round."""
         self._store.index_some()
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -43,5 +43,5 @@ class AnswerSource:
 
 
 def _shares_answers(request: Request) -> bool:
-    """Whether a request uses the answer store. Repeats are faster, which users who share a salt can measure."""
+    """Whether a request uses the answer store. Repeats are faster, so users who share a salt can detect them."""
     return request.cache_salt != ""

@@ -1,4 +1,4 @@
-"""Finished answers of earlier requests: finds the tokens that followed earlier occurrences of the last ones. Pure."""
+"""Store of finished answers, indexed by short token runs to find occurrences of a sequence's last tokens. Pure."""
 
 from array import array
 from collections import OrderedDict
@@ -10,13 +10,13 @@ from operator import itemgetter
 from specpool.drafting.suffixes import TOKENS_PER_CALL
 from specpool.drafting.votes import MAX_MATCH, Match, match_length
 
-# Lengths of the runs to index. The longer one finds long matches among many occurrences of the shorter one.
+# Lengths of the indexed runs. The longer run finds long matches among many occurrences of the shorter one.
 RUNS = (4, 2)
 # Minimum match: a single token says little about another answer.
 MIN_MATCH = min(RUNS)
 # Occurrences of each run to examine, latest first.
 MAX_OCCURRENCES = 16
-# Limit of the settings; takes 1 GiB.
+# Maximum store size that settings accept. Takes 1 GiB.
 MAX_STORE_TOKENS = 2**24
 # Buckets of the hash table per token, of 8 bytes each. More buckets lose fewer runs to collisions.
 BUCKETS_PER_TOKEN = 4
@@ -50,15 +50,14 @@ class _Answer:
     shelf: _Shelf
     token_ids: "memoryview[int]"
     links: "tuple[array[int], ...]"
-    """By run length and position: the entry that the hash table had for the run before it."""
+    """By run length and position: the hash table's previous entry for the run that ends there."""
 
 
 class AnswerStore:
     """Answers of all namespaces. Requests find only answers of their own namespace.
 
-    A hash table of fixed size maps each run to its last occurrence, which links to the one before. An evicted answer
-    leaves its entries behind until others overwrite them, so no call takes long. Each hit is compared with the answer's
-    tokens.
+    A fixed-size hash table maps each run to its last occurrence, which links to the previous one. Entries of an evicted
+    answer remain until others overwrite them, so eviction is cheap. Each hit is compared with the answer's tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -79,7 +78,7 @@ class AnswerStore:
         """By bucket: `max_tokens` times the number of an answer, plus the position after the run; 0: empty."""
 
     def add(self, namespace: Namespace, token_ids: Sequence[int]) -> None:
-        """Add an answer, which later calls of `index_some` index. A repeated answer is evicted as late as a new one."""
+        """Add an answer; later calls of `index_some` index it. Adding a stored answer again renews its age."""
         max_tokens = self.max_tokens // 2
         text = array("I", token_ids[:max_tokens]).tobytes()
         length = len(text) // array("I").itemsize
@@ -119,9 +118,9 @@ class AnswerStore:
                 self._unindexed.move_to_end(number, last=False)
 
     def matches(self, namespace: Namespace, token_ids: Sequence[int], k: int) -> list[Match]:
-        """Occurrences of the last tokens in answers of the namespace, each with at most `k` tokens that followed.
+        """Find the last tokens in answers of the namespace. Each match has at most `k` following tokens.
 
-        The longest come first, then the latest.
+        Longer matches come first, then later ones.
         """
         name, salt = namespace
         client = self._clients.get(name)
@@ -139,14 +138,14 @@ class AnswerStore:
         return sorted(found.values(), key=itemgetter(0), reverse=True)
 
     def _occurrences(self, shelf: _Shelf, kind: int, run: Sequence[int]) -> Iterator[tuple[int, _Answer]]:
-        """Entries of the hash table that may be occurrences of a run in answers of a shelf, latest first."""
+        """Yield candidate occurrences of a run in a shelf's answers, latest first. Buckets may collide."""
         entry = self._table[self._bucket(shelf, run)]
         for _ in range(MAX_OCCURRENCES):
             number, end = divmod(entry, self.max_tokens)
             answer = self._answers.get(number)
-            if answer is None:  # evicted, as are those before it
+            if answer is None:  # evicted, like all older entries
                 return
-            if answer.shelf is shelf:  # otherwise another namespace has the same bucket
+            if answer.shelf is shelf:  # otherwise another namespace shares the bucket
                 yield entry, answer
             entry = answer.links[kind][end]
 

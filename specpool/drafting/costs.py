@@ -48,9 +48,9 @@ class StepTimes:
 
     @classmethod
     def in_parallel(cls, workers: Sequence["StepTimes"], share: float = 1.0) -> "StepTimes":
-        """Times of workers that share the rows of each pass equally. The slowest worker counts.
+        """Combine the times of workers that share the rows of each pass equally. The slowest worker counts.
 
-        `share`: of the rows of a pass that these workers run. Others, which do not count, run the rest.
+        `share`: fraction of a pass's rows that these workers run. The other rows are ignored.
         """
         count, max_rows = len(workers) / share, [times.max_rows for times in workers if times.max_rows]
         return cls(

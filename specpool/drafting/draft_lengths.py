@@ -113,7 +113,7 @@ class DraftLengths:
         return is_idle and self._age + 1 < PLAN_ROUNDS and not self._has_changed(sequences)
 
     def rest(self, options: Mapping[int, DraftOptions], batch: int) -> dict[int, DraftPlan]:
-        """Choose in a round in which the model rests. `options`: of the sequences with a lookup."""
+        """Plan a round in which the draft model rests. `options`: only sequences with a lookup."""
         self._age, self._tries_model = self._age + 1, False
         paused = self._paused_lookups(batch)
         allowed = {i: option for i, option in options.items() if option.lookup.source not in paused}
@@ -163,9 +163,9 @@ class DraftLengths:
         return dict.fromkeys(options, NO_DRAFTS) if self.measures_plain else plans
 
     def _cost_of_lookup_row(self, batch: int) -> float:
-        """Cost of verifying one more lookup token, in tokens that the same time gains at the recent speed.
+        """Cost of verifying one more lookup token, in tokens generated in the same time at the recent speed.
 
-        The plan changes too slowly: runs of right tokens come and go.
+        The plan's own speed changes too slowly for short runs of accepted tokens.
         """
         speed = self.ledger.speed(batch)
         if speed is None:
@@ -227,7 +227,7 @@ class DraftLengths:
         return best if best.speed > other * (1 + min_gain) else BranchPlan()
 
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
-        """Draft branches. Verify as many tokens of the matching branch as pay off, or else those of the lookup."""
+        """Draft branches. Verify the profitable tokens of the matching branch, or the lookup if no branch matches."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
         if not options.can_use_model:
             return plan
@@ -239,7 +239,7 @@ class DraftLengths:
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
     def _best_plan(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
-        """The fastest plan, assuming that lookups keep drafting for the same sequences as in the last round."""
+        """Return the fastest plan, assuming that lookups draft for the same sequences as in the last round."""
         lookups = {
             i: min(self._num_lookup_tokens.get(i, 0), len(option.lookup.token_ids)) for i, option in options.items()
         }

@@ -1,4 +1,4 @@
-"""A draft model, and what the rounds of its sequences have taught about it. Pure."""
+"""A draft model with its observed acceptance, reliability and speed. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from specpool.drafting.acceptance import FIRST_RATE, Acceptance, Calibration
 from specpool.drafting.costs import UNKNOWN_DRAFT, StepTimes
 from specpool.protocol.features import FeatureSpec
 
-# Tried draft tokens of one sequence that form a sample. Tokens of a sequence are not independent.
+# Tried draft tokens per sample, all from one sequence, because tokens of a sequence are not independent.
 SAMPLE_TOKENS = 128
-# Weight of the prior of the acceptance rate in tokens, and its standard deviation.
+# Prior of the acceptance rate: weight in tokens, and standard deviation.
 PRIOR_TOKENS, PRIOR_DEVIATION = 64.0, 0.25
-# Weight of a draft call among all before it, and of a failed one: it also costs caches and a backoff.
+# Weight of one draft call in the reliability. A failed call counts as several: it also costs caches and a backoff.
 CALL_WEIGHT, FAILURE_CALLS = 1 / 256, 32
 
 DraftKey = tuple[str, str]
@@ -77,40 +77,40 @@ class DraftModel:
     model: str = ""
     max_model_len: int = 0
     features: FeatureSpec | None = None
-    """The target's hidden states that it reads."""
+    """Hidden states of the target that the draft reads."""
     step_times: StepTimes = field(default_factory=lambda: StepTimes(UNKNOWN_DRAFT))
-    """Times of steps whose rows its ready workers share."""
+    """Step times of all ready workers together."""
     share: float = 0.0
-    """Its present share of new sequences."""
+    """Current share of new sequences."""
     acceptance: Acceptance = field(default_factory=Acceptance)
-    """The prior of its new sequences."""
+    """Acceptance over all sequences: the prior of a new one."""
     calibration: Calibration = field(default_factory=Calibration)
     evidence: Evidence = field(default_factory=Evidence)
     reliability: float = 1.0
-    """Recent share of calls that its workers answered in time."""
+    """Recent share of calls answered in time."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     rounds: int = 0
-    """Rounds of its sequences, counted per sequence."""
+    """Rounds, counted once per sequence."""
     completion_tokens: int = 0
-    """Tokens that its sequences gained in these rounds."""
+    """Tokens generated in these rounds."""
     _open: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Tried and accepted tokens of incomplete samples, by sequence id."""
 
     def observe_call(self, *, is_answered: bool, is_failure: bool = False) -> None:
-        """Record a call to one of its workers. `is_failure`: the worker failed, rather than being late."""
+        """Record a call to a worker. `is_failure`: the call failed, rather than being late."""
         weight = CALL_WEIGHT * (FAILURE_CALLS if is_failure else 1)
         self.reliability += weight * (is_answered - self.reliability)
 
     def observe_round(self, num_tokens: int, drafted: int, accepted: int) -> None:
-        """Count a round of one sequence. `drafted`: verified draft tokens of this model."""
+        """Count a round of one sequence. `drafted`: draft tokens of this model that were verified."""
         self.rounds += 1
         self.completion_tokens += num_tokens
         self.draft_tokens += drafted
         self.accepted_draft_tokens += accepted
 
     def try_tokens(self, sequence_id: int, drafted: float, accepted: float) -> tuple[float, float] | None:
-        """Record draft tokens of a sequence. Return its sample once it is complete."""
+        """Record draft tokens of a sequence. Return the sample once it is complete, else None."""
         before = self._open.pop(sequence_id, (0.0, 0.0))
         sample = before[0] + min(drafted, accepted + 1), before[1] + accepted
         if sample[0] >= SAMPLE_TOKENS:

@@ -1,8 +1,8 @@
-"""Which draft model a new sequence drafts with: fixed shares, or those of a bandit on expected tokens/s. Pure.
+"""Assigns draft models to new sequences, by fixed shares or by a bandit on expected tokens/s. Pure.
 
-The bandit is Thompson sampling with discounted evidence (Raj & Kalyani, 2017), without the random generator: a draft's
-share is the probability that it is the fastest, and sequences are dealt by largest remainder. Drafts in the same round
-would blur each other's wall time, so a draft is worth what the cost model expects of a batch that it serves alone.
+The bandit is Thompson sampling with discounted evidence (Raj & Kalyani, 2017), but deterministic: a draft's share is
+the probability that it is the fastest, and sequences are assigned by largest remainder. Drafts that share rounds also
+share their wall time, so the cost model estimates each draft's speed as if it served the whole batch alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ from specpool.drafting.acceptance import expected_tokens
 from specpool.drafting.costs import RoundCosts
 from specpool.drafting.draft_models import DraftModel
 
-# Factor on the weight of all samples per new sample: how fast old evidence fades.
+# Decay of all samples' weights per new sample.
 DISCOUNT = 1 - 1 / 512
-# Samples until the evidence on a draft counts, and its largest share until then if others have theirs.
+# Samples before a draft counts as proven, and its maximum share until then if another draft is proven.
 NEW_SAMPLES, NEW_SHARE = 8, 0.1
-# Throughput that worse drafts may cost, and bounds of the smallest share of a draft, which costs half of it.
+# Throughput loss allowed for exploration, and bounds on the minimum share of a draft, which may cost half of that.
 EXPLORATION_LOSS, MIN_SHARE, MAX_MIN_SHARE = 0.006, 1 / 4096, 0.02
-# Assignments until the shares are computed again.
+# Assignments between updates of the shares.
 MAX_AGE = 32
 
 
@@ -33,24 +33,24 @@ class Speeds:
 
     @property
     def plain(self) -> float:
-        """The speed without drafts."""
+        """Speed of plain decoding."""
         return self.sequences / self.costs.seconds(self.sequences, [])
 
     def alone(self, model: DraftModel, rate: float) -> float:
-        """The speed if this draft serves all sequences, at its best draft length of at least one token."""
+        """Speed if this draft serves all sequences at its best draft length, at least one token."""
         return self._best(model, rate)[0]
 
     def expected(self, model: DraftModel) -> float:
-        """The speed to report: at the estimated rate, and at least that of plain decoding."""
+        """Speed to report: at the estimated acceptance rate, and no less than plain decoding."""
         return max(self.plain, self.alone(model, model.evidence.rate.mean))
 
     def value(self, model: DraftModel, rate: float) -> float:
-        """The speed that ranks a draft: rounds that its workers do not answer in time are plain."""
+        """Speed that ranks a draft. Rounds that its workers do not answer in time count as plain."""
         speed = self.alone(model, rate)
         return model.reliability * speed + (1 - model.reliability) * min(speed, self.plain)
 
     def loss(self, model: DraftModel, best: DraftModel) -> float:
-        """Relative loss of the batch per share of this draft, at small shares: rounds wait for the slowest draft."""
+        """Relative loss of throughput per share of this draft, for small shares. Rounds wait for the slowest draft."""
         n = self.sequences
         rate, best_rate = model.evidence.rate.mean, best.evidence.rate.mean
         speed, length, seconds = self._best(best, best_rate)
@@ -61,7 +61,7 @@ class Speeds:
         return max(0.0, n * (1 - mixed / speed))
 
     def _best(self, model: DraftModel, rate: float) -> tuple[float, int, float]:
-        """The highest speed, its draft length, and the seconds of a round."""
+        """Return the highest speed, the draft length that reaches it, and the seconds of such a round."""
         n, verify = self.sequences, self.costs.verify
         times = model.step_times
         times.cached = verify.cached
@@ -78,16 +78,16 @@ class Speeds:
 
 @dataclass
 class DraftShares:
-    """Deals new sequences to draft models."""
+    """Assigns new sequences to draft models."""
 
     fixed: Mapping[str, float] = field(default_factory=dict)
-    """Shares by the operator's name. The other names share the rest equally. Empty: the bandit chooses."""
+    """Shares by the operator's name. Unlisted names share the rest equally. Empty: the bandit chooses."""
     _credit: dict[DraftModel, float] = field(default_factory=dict)
-    """What each draft is owed, in sequences."""
+    """Sequences owed to each draft."""
     _age: int = MAX_AGE
 
     def choose(self, models: Sequence[DraftModel], speeds: Speeds) -> DraftModel | None:
-        """Return the draft of a new sequence, out of the ready ones. None if all of them are withdrawn."""
+        """Return the draft for a new sequence. `models`: the ready ones. None if all their shares are 0."""
         self.update(models, speeds)
         self._age += 1
         for model in models:
@@ -98,7 +98,7 @@ class DraftShares:
         return chosen
 
     def update(self, models: Sequence[DraftModel], speeds: Speeds) -> None:
-        """Compute the shares again if the drafts have changed, or after enough samples and assignments."""
+        """Recompute the shares if the drafts have changed, or after enough samples and assignments."""
         if models and self._credit.keys() == {*models} and self._age < MAX_AGE:
             return
         for model in self._credit:
@@ -126,7 +126,7 @@ class DraftShares:
 
 
 def bandit_shares(models: Sequence[DraftModel], speeds: Speeds) -> dict[DraftModel, float]:
-    """Shares by the probability to be the fastest. No draft gets none, and a new one starts small."""
+    """Return each draft's share: its probability of being the fastest, above 0 for all, and small for new drafts."""
     if len(models) <= 1:
         return dict.fromkeys(models, 1.0)
     values, errors = {}, {}
@@ -145,7 +145,7 @@ def bandit_shares(models: Sequence[DraftModel], speeds: Speeds) -> dict[DraftMod
 
 
 def _bounded(shares: dict[DraftModel, float], best: DraftModel, speeds: Speeds) -> dict[DraftModel, float]:
-    """Shares with a minimum for the worse drafts, and a maximum for new ones. The proven drafts take the rest."""
+    """Apply a minimum share to worse drafts and a maximum to new ones. Proven drafts take the rest."""
     total = sum(shares.values())
     shares = {model: share / total for model, share in shares.items()}
     proven = [model for model in shares if model.evidence.samples >= NEW_SAMPLES]
@@ -164,7 +164,7 @@ def _bounded(shares: dict[DraftModel, float], best: DraftModel, speeds: Speeds) 
 
 
 def _fixed_shares(models: Sequence[DraftModel], fixed: Mapping[str, float]) -> dict[DraftModel, float]:
-    """The operator's shares of the ready drafts. Drafts with the same name divide its share equally."""
+    """Return the operator's shares of the ready drafts. Drafts with the same name split its share equally."""
     labels = {model.key[0] for model in models}
     others = labels - fixed.keys()
     rest = max(0.0, 1 - sum(fixed.values())) / max(1, len(others))

@@ -44,7 +44,7 @@ class Drafting:
     ) -> None:
         """`max_num_draft_tokens`: for sequences with adaptive draft lengths. `sources`: may be shared.
 
-        `shares`: of several draft models; default: the bandit's.
+        `shares`: assigns one of several draft models; default: a bandit.
         """
         costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, max_num_draft_tokens)
@@ -69,23 +69,23 @@ class Drafting:
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """For the only draft: acceptance by draft probability, and `step_cost`."""
+        """Acceptance by draft probability of the only draft, and `step_cost`."""
         return self.calibration.chances, self.step_cost
 
     @property
     def step_cost(self) -> float:
-        """The minimum gain of a draft step in tokens."""
+        """Minimum gain of a draft step, in tokens."""
         return self.lengths.plan.speed * self.costs.draft(1)
 
     @property
     def speeds(self) -> Speeds:
-        """Expected speeds of a batch of the present size."""
+        """Expected speeds of a batch of the current size."""
         return Speeds(self.costs, max(1, self.lengths.plan.sequences), self.lengths.max_num_draft_tokens)
 
     def assign(self, group: Iterable[Sequence], models: Items[DraftModel]) -> None:
-        """Assign a draft model to each sequence that may use one. A sequence keeps its model while that is ready.
+        """Assign a draft model to each sequence that may use one. A sequence keeps its model while the model is ready.
 
-        `models`: those with a ready worker.
+        `models`: all models with a ready worker.
         """
         for sequence in group:
             sequence_id, before = sequence.sequence_id, sequence.draft.model
@@ -93,7 +93,7 @@ class Drafting:
                 continue
             if not sequence.request.num_speculative_tokens or sequence.request.method not in MODEL_METHODS:
                 continue
-            # The model of a sequence that comes from another target worker has the same key here.
+            # A sequence from another target worker has that worker's model object. Match it by key.
             same = (model for model in models if before is not None and model.key == before.key)
             model = next(same, None) or self.shares.choose(models, self.speeds)
             if model is not self._models.get(sequence_id):
@@ -115,7 +115,7 @@ class Drafting:
         verify_times: StepTimes | None = None,
         batch: int | None = None,
     ) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id. Without a draft model, only lookups draft.
+        """Return the draft plan of each sequence id. Without a draft model, only lookups draft.
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker. `batch`: see `observe_seconds`.
         """
@@ -264,7 +264,7 @@ class Drafting:
         self.lengths.forget(sequence_ids)
 
     def _look_up(self, sequence: Sequence) -> Lookup:
-        """The most promising lookup. It begins with the tokens that pending rounds may yield."""
+        """Return the most promising lookup, including the tokens that pending rounds may yield."""
         limit = sequence.max_num_lookup_tokens
         return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
 

@@ -125,12 +125,12 @@ class _Entry:
 
 
 class Part(NamedTuple):
-    """The part of one method in a round."""
+    """One method's part in a round."""
 
     share: float
     """Share of the round's draft tokens."""
     gained: float
-    """Tokens that these gained for all sequences together."""
+    """Tokens gained from them, over all sequences."""
 
 
 class Ledger:
@@ -165,7 +165,7 @@ class Ledger:
 
         `sequences`: number that decoded. `tokens`: gained by all of them. `seconds`: since the previous round ended.
         `method`: None for a plain round. `skipped`: similar rounds before it that were not observed.
-        `parts`: by method, if several took part.
+        `parts`: each method's part, if several drafted.
         """
         if not seconds > 0 or not sequences:
             return
@@ -193,7 +193,7 @@ class Ledger:
                 entry.charge(gained, part.share * seconds, plain_seconds)
 
     def speed(self, sequences: int) -> float | None:
-        """Recent tokens per second of rounds of about this size; None if there were none."""
+        """Recent tokens per second of rounds with a similar number of sequences; None before the first."""
         tokens, seconds = self._speeds.get(size_class(sequences), (0.0, 0.0))
         return tokens / seconds if seconds else None
 

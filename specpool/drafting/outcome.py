@@ -77,7 +77,7 @@ class RoundOutcome(Generic[C_co]):
 
     @property
     def lookup_parts(self) -> dict[str, Part]:
-        """The parts of lookups in the round by method; empty if the draft model took part, or nothing was drafted."""
+        """Each lookup method's part in the round. Empty if the draft model took part or nothing was drafted."""
         return {} if self.method in (None, DraftMethod.MODEL) else lookup_parts(self.commits)
 
     @property
@@ -101,7 +101,7 @@ class RoundOutcome(Generic[C_co]):
 
 
 def lookup_parts(commits: Items[Commit]) -> dict[str, Part]:
-    """The parts of lookups in a round without the draft model, by method."""
+    """Return each lookup method's part in a round without the draft model."""
     drafted = sum(commit.drafted for commit in commits)
     parts: dict[str, Part] = {}
     for commit in commits:
@@ -112,10 +112,10 @@ def lookup_parts(commits: Items[Commit]) -> dict[str, Part]:
 
 
 def _credit(commit: Commit) -> float:
-    """Tokens gained by a lookup, for the ledger.
+    """Return the tokens to credit to a lookup in the ledger.
 
-    Of a prediction, the expected number, which its client's acceptance rates correct: the ledger checks the costs that
-    all clients share, and one client's wrong predictions must not pause those of others.
+    A prediction is credited with its expected gain, which follows the client's own acceptance rates. One client's wrong
+    predictions must not pause the predictions of others.
     """
     if commit.method is not DraftMethod.PREDICTION:
         return len(commit.token_ids) - 1

@@ -1,27 +1,27 @@
-"""Acceptance rates of predictions: how likely the next token is, by what is known about its place. Pure."""
+"""Acceptance rates of predictions, by the match that led to the current place. Pure."""
 
 from itertools import chain
 
-# Upper bounds of the run of agreeing tokens, and of the tokens since the last confirmed run, that share a rate.
+# Upper bounds of the bins of agreeing tokens, and of tokens since the last confirmed run.
 RUNS, DIFFERENCES = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4)
-# Upper bounds of the share of right tokens of a sequence so far.
+# Upper bounds of the bins of a sequence's recent share of right tokens.
 QUALITIES = (0.15, 0.4, 0.75)
-# Initial rates: at the start of an answer, by the run near the expected place, by the run far away, and by the tokens
-# since a difference without a run.
+# Initial rates: at the start of an answer; by run near the expected place, and far from it; and, without a run, by
+# tokens since the last confirmed run.
 FIRST_START = 0.65
 FIRST_NEAR = (0.55, 0.75, 0.88, 0.92, 0.95, 0.97, 0.98, 0.985)
 FIRST_FAR = (0.3, 0.4, 0.6, 0.85, 0.95, 0.97, 0.98, 0.985)
 FIRST_GUESS = (0.45, 0.3, 0.15, 0.05)
-# Exponent of the initial rates by the share of right tokens: where most were wrong, so are the next ones.
+# Exponents of the initial rates, by bin of the share of right tokens: wrong tokens predict more wrong tokens.
 EXPONENTS = (4.0, 2.0, 1.2, 0.8)
 # Weight of an initial rate, in tokens.
 PRIOR_TOKENS = 6.0
-# Maximum weight of a rate or share; then half of it is forgotten.
+# Weights above which a rate, or a share of right tokens, is halved.
 MAX_TOKENS, MAX_QUALITY_TOKENS = 256.0, 32.0
 
 
 class Quality:
-    """Share of right tokens of a sequence, recently."""
+    """Recent share of right tokens of a sequence."""
 
     def __init__(self) -> None:
         self._right, self._all = 1.0, 2.0
@@ -35,8 +35,6 @@ class Quality:
 
 
 class _Rate:
-    """An acceptance rate."""
-
     def __init__(self, first: float) -> None:
         self._right, self._all = PRIOR_TOKENS * first, PRIOR_TOKENS
 
@@ -66,14 +64,14 @@ class PlaceRates:
         self._rate(run, since, is_distant, quality.bin).add(is_right)
 
     def chance(self, run: int, since: int, is_distant: bool, quality: Quality) -> float:
-        """Acceptance probability of the next token. See `chances`."""
+        """Return the acceptance probability of the next token. See `chances`."""
         return self._rate(run, since, is_distant, quality.bin).value
 
     def chances(self, run: int, since: int, is_distant: bool, quality: Quality, num_tokens: int) -> tuple[float, ...]:
-        """Acceptance probability of each of the next tokens, if all before it are right.
+        """Return the acceptance probability of each of the next tokens, if all before it are right.
 
-        `run`: agreeing tokens before the first. `since`: tokens since the last confirmed run. `is_distant`: whether the
-        run began far from the expected place.
+        `run`: agreeing tokens before the first one. `since`: tokens since the last confirmed run. `is_distant`: whether
+        the run began far from the expected place.
         """
         parts: list[tuple[float, ...]] = []
         if not run and num_tokens:
@@ -94,5 +92,5 @@ class PlaceRates:
 
 
 def _bin(value: float, bounds: tuple[float, ...]) -> int:
-    """Index of the first bound that is not below the value."""
+    """Return the index of the first bound that is not below the value."""
     return next((index for index, bound in enumerate(bounds) if value <= bound), len(bounds))

@@ -21,7 +21,7 @@ class DraftMethod(enum.StrEnum):
 
 
 def max_lookup_tokens(num_draft_tokens: int) -> int:
-    """Maximum lookup tokens with adaptive draft lengths. They take no draft steps, so there may be twice as many."""
+    """Return the maximum lookup tokens with adaptive draft lengths. They need no draft steps, so it may be doubled."""
     return max(num_draft_tokens, min(2 * num_draft_tokens, MAX_LOOKUP_TOKENS))
 
 
@@ -37,7 +37,7 @@ class LookupSource(enum.StrEnum):
 
     @property
     def method(self) -> DraftMethod:
-        """The name of these drafts in the ledger, counters and metrics."""
+        """Name of the source in the ledger, counters and metrics."""
         return _METHODS[self]
 
 
@@ -49,21 +49,21 @@ _METHODS = {
 
 
 class Lookup(NamedTuple):
-    """Draft tokens of a source."""
+    """Draft tokens found by a source."""
 
     token_ids: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     """Acceptance probability of each token if all before it are accepted."""
     source: LookupSource = LookupSource.SEQUENCE
     run: int = 0
-    """Number of matched tokens before it."""
+    """Number of matched tokens before the draft tokens."""
     start: int = 0
-    """Number of tokens of the sequence when it was looked up. Rounds in flight may add some before the commit."""
+    """Length of the sequence at lookup time. Rounds in flight may add tokens before the commit."""
     bins: tuple[int, ...] = ()
-    """Of each token: where its source counts whether it was right."""
+    """Statistics bin of each token, as defined by the source."""
 
     def after(self, num_tokens: int) -> "Lookup":
-        """The lookup without its first tokens, for a round after a pending one."""
+        """Return the lookup without its first tokens, for a round after pending ones."""
         if not num_tokens:
             return self
         return self._replace(token_ids=self.token_ids[num_tokens:], chances=self.chances[num_tokens:])
@@ -85,9 +85,9 @@ class DraftPlan(NamedTuple):
     next_chance: float = 1.0
     """Acceptance probability of the next draft token if all earlier ones are accepted."""
     lookup_ids: tuple[int, ...] = ()
-    """Tokens of the lookup after those that pending rounds may yield, verified if the draft worker proposes none."""
+    """Lookup tokens after those that pending rounds may yield. Verified if the draft worker proposes none."""
     lookup: Lookup = NO_LOOKUP
-    """The most promising lookup. Its acceptance counts whether the tokens are verified or not."""
+    """The most promising lookup. Its source learns from it whether its tokens are verified or not."""
     allows_forced_tokens: bool = True
     """Whether the target worker may append forced tokens."""
     reads_states: bool = True

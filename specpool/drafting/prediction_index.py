@@ -1,11 +1,11 @@
-"""Where each token occurs in a prediction. The samples of a request share the index. Pure."""
+"""Index of the tokens of a prediction, shared by the samples of a request. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence as Items
 
-# Tokens of a prediction to index per call. A long one must not stall a round.
+# Tokens to index per call. A long prediction must not stall a round.
 TOKENS_PER_CALL = 2048
-# Leading tokens of a prediction to index. It bounds the memory. Answers can follow the rest, but not resume there.
+# Indexed tokens at the start of a prediction, to bound memory. Answers can follow the rest, but not resume there.
 MAX_INDEXED = 32_768
 # Occurrences of a token to return around each of two places.
 MAX_OCCURRENCES = 10
@@ -15,7 +15,7 @@ class PredictionIndex:
     def __init__(self, prediction: Items[int]) -> None:
         self.prediction = prediction
         self._places: dict[int, list[int]] = {}
-        """By token: the places after its occurrences."""
+        """Places after each occurrence, by token."""
         self._num_indexed = 0
 
     def index_some(self) -> None:
@@ -26,7 +26,7 @@ class PredictionIndex:
             self._places.setdefault(self.prediction[at], []).append(at + 1)
 
     def places(self, token: int, near: int, also_near: int) -> list[int]:
-        """Places after occurrences of a token, those closest to two expected ones, of which `near` is the first."""
+        """Return places after occurrences of a token, the closest to two expected places. `near` must come first."""
         places = self._places.get(token, [])
         if len(places) <= 2 * MAX_OCCURRENCES:
             return places

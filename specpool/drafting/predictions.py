@@ -1,8 +1,8 @@
-"""The source that follows a request's prediction of its answer. Pure.
+"""Lookups in a request's prediction of its answer. Pure.
 
-It keeps one place in the prediction: the token that should come next. After a difference, it looks for the place where
-prediction and answer agree again, by their longest common suffix. Close to the expected place, one token suffices; far
-away, a few are needed. So it follows replaced, inserted, deleted, moved and repeated parts.
+The source tracks one place in the prediction: the token expected next. After a difference, it looks for the place where
+prediction and answer agree again, by their longest common suffix. Near the expected place, one matching token is
+enough; farther away, it takes `TRUSTED_RUN`. This handles replaced, inserted, deleted, moved and repeated parts.
 """
 
 from collections import OrderedDict
@@ -15,35 +15,35 @@ from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
 from specpool.drafting.prediction_index import PredictionIndex
 from specpool.drafting.sequences import Sequence
 
-# Maximum length of a common suffix to compare. In a text that repeats itself, the next place wins, not the longest one:
-# that would lead to the same difference again.
+# Maximum length of a common suffix to compare. In repetitive text, longer suffixes would lead back to the same
+# difference; with this limit they tie, and the closest place wins.
 MAX_SUFFIX = 8
-# Agreeing tokens that confirm a place, and the minimum to resume at a distant one.
+# Agreeing tokens that confirm a place. Also the minimum to resume at a distant place.
 TRUSTED_RUN = 3
-# Maximum distance from the expected places at which a shorter suffix counts.
+# Maximum distance from the expected places at which a shorter suffix is enough.
 NEARBY = 48
-# Weight of a distance backward: answers leave parts out more often than they repeat them.
+# Weight of backward distances: answers skip parts of a prediction more often than they repeat them.
 BACKWARD = 4
-# Draft tokens after a difference, and per agreeing token since. A run tells more than the rates of earlier runs.
+# Minimum draft limit, and its growth per agreeing token. The current run predicts more than rates of earlier runs.
 FIRST_TOKENS, GROWTH = 4, 2
-# Tokens to reread when a sequence continues after its state was forgotten.
+# Tokens to follow again when a sequence continues after its state was forgotten.
 REREAD_TOKENS = 64
-# Minimum chance of a draft for requests with a fixed length, which draft whether it pays or not.
+# Minimum acceptance probability of the first token, for requests with a fixed draft length. They draft in any case.
 MIN_FIXED_CHANCE = 0.25
-# Clients whose rates are kept.
+# Maximum number of clients with rates of their own.
 MAX_CLIENTS = 256
 
 
 class PredictionSource:
     """Proposes the next tokens of each request's prediction.
 
-    Each client has its own acceptance rates, so that wrong predictions of one client do not affect others.
+    Each client has its own acceptance rates, so one client's wrong predictions do not affect others.
     """
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
         self._indexes: WeakValueDictionary[int, PredictionIndex] = WeakValueDictionary()
-        """By the id of the prediction, which the index keeps alive."""
+        """Keyed by `id()` of the prediction, which its index keeps alive."""
         self._rates: OrderedDict[str, PlaceRates] = OrderedDict()
         """By client, least recently used first."""
 
@@ -62,7 +62,7 @@ class PredictionSource:
         return Lookup(token_ids, chances, LookupSource.PREDICTION, place.run, len(sequence.token_ids))
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """See `Source`. Learns from all tokens of sequences with a prediction, whatever was proposed."""
+        """See `Source`. Learns from all tokens of a sequence with a prediction, even if another source drafted."""
         if sequence.sequence_id in self._places:
             self._places[sequence.sequence_id].follow(sequence.token_ids)
 
@@ -86,7 +86,7 @@ class PredictionSource:
 
 
 class _Place:
-    """Where the answer of one sequence is in its prediction."""
+    """The place in a prediction that the answer of one sequence has reached."""
 
     def __init__(self, sequence: Sequence, index: PredictionIndex, rates: PlaceRates) -> None:
         length = len(sequence.token_ids)
@@ -95,14 +95,14 @@ class _Place:
         """Agreeing tokens before the place."""
         self._prediction, self._prompt_length, self._rates = index.prediction, sequence.prompt_length, rates
         self._read = max(self._prompt_length, length - REREAD_TOKENS)
-        """Number of the sequence's tokens followed so far."""
+        """Number of tokens of the sequence followed so far."""
         self._next = self._confirmed = min(len(self._prediction), self._read - self._prompt_length)
-        """Index of the token that should come next, and the place after the last confirmed run."""
+        """Index of the token expected next, and the place after the last confirmed run."""
         self._is_distant = False
         """Whether the run began far from the expected places."""
         self._quality = Quality()
         self._since = 0
-        """Tokens of the answer since the confirmed run."""
+        """Tokens of the answer since the last confirmed run."""
 
     def next_tokens(self, limit: int) -> tuple[int, ...]:
         return tuple(self._prediction[self._next : self._next + limit])
@@ -112,7 +112,7 @@ class _Place:
         return self._rates.chances(self.run, self._since, self._is_distant, self._quality, num_tokens)
 
     def follow(self, token_ids: Items[int]) -> None:
-        """Move on by the tokens that the sequence gained."""
+        """Advance by the tokens that the sequence has gained."""
         for end in range(self._read + 1, len(token_ids) + 1):
             is_right = False
             if self._next < len(self._prediction):
@@ -129,10 +129,10 @@ class _Place:
         self._read = len(token_ids)
 
     def _resume(self, token_ids: Items[int], end: int) -> None:
-        """Find the place after a difference. `end`: number of tokens followed."""
-        expected = min(len(self._prediction), self._confirmed + self._since)  # as many tokens were replaced
+        """Find a new place after a difference. `end`: number of tokens followed so far."""
+        expected = min(len(self._prediction), self._confirmed + self._since)  # if tokens were replaced one for one
         near = far = 0, 0, 0  # length of the suffix, negative distance, place
-        # Anything between both expected places is a deletion and an insertion at the same time.
+        # Places between both expected ones have distance 0: a deletion combined with an insertion.
         first, last = self._confirmed, expected + 1
         prediction, previous = self._prediction, token_ids[end - 2]
         for place in self.index.places(token_ids[end - 1], self._confirmed, expected):
@@ -150,7 +150,7 @@ class _Place:
             self.run, self._is_distant, self._next = 0, False, expected
 
     def _suffix(self, token_ids: Items[int], end: int, place: int) -> int:
-        """Number of tokens before `place` that equal the last tokens of the answer. The last one is known to."""
+        """Return the number of tokens before `place` that equal the answer's last tokens. The last one always does."""
         prediction, longest = self._prediction, min(MAX_SUFFIX, place, end - self._prompt_length)
         for length in range(1, longest):
             if prediction[place - 1 - length] != token_ids[end - 1 - length]:

@@ -1,4 +1,4 @@
-"""The source that repeats a sequence's own tokens. Pure."""
+"""Lookups in a sequence's own tokens. Pure."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ class SequenceSource:
         self._indexes: dict[int, SuffixIndex] = {}
 
     def propose(self, sequence: Sequence, limit: int) -> Lookup:
-        """See `Source`. Indexes long prompts while they are prefilled."""
+        """See `Source`. Indexes long prompts during prefill."""
         index = self._indexes.setdefault(sequence.sequence_id, SuffixIndex())
         if not sequence.is_decoding:
             index.extend(sequence.token_ids)

@@ -34,7 +34,7 @@ class DraftCache(Protocol):
     """What the draft worker has cached of a sequence."""
 
     model: DraftModel | None
-    """The draft model of the sequence. None: that of the only draft, or it has not been assigned one."""
+    """The draft model assigned to the sequence. None: no model assigned, or there is only one draft."""
 
     @property
     def start(self) -> int: ...
@@ -96,10 +96,10 @@ class Commit(Protocol):
 
 @dataclass(frozen=True)
 class DraftWorker:
-    """Draft workers that are ready when a round begins, or the draft that the target worker carries."""
+    """The draft workers that are ready when a round begins, or the draft carried by the target worker."""
 
     max_model_len: int
-    """Of sequences without a draft model of their own."""
+    """Limit of sequences without an assigned draft model."""
     round_id: int
     step_times: StepTimes | None = None
     """Measured by the worker at each start. None: keep the learned times."""

@@ -1,6 +1,6 @@
 """Sources of lookups: drafts that cost no model pass. Pure.
 
-Each source is one class. The draft model is no lookup: its worker proposes, and `DraftLengths` judges it.
+Each source is one class. The draft model is not a source: its worker proposes, and `DraftLengths` weighs it.
 """
 
 from collections.abc import Iterable
@@ -22,21 +22,21 @@ SOURCES = {
     DraftMethod.PREDICTION: frozenset[LookupSource](),
     DraftMethod.BEST: frozenset({SEQUENCE, ANSWERS}),
 }
-"""Sources of each method. A request that has a prediction uses it with every method."""
+"""Sources of each method. A request with a prediction uses it with every method."""
 
 
 class Source(Protocol):
-    """Proposes draft tokens of sequences, and learns how often they are right."""
+    """Proposes draft tokens for sequences, and learns how often they are accepted."""
 
     def propose(self, sequence: Sequence, limit: int) -> Lookup:
-        """Return at most `limit` draft tokens of a decoding sequence, or `NO_LOOKUP`.
+        """Return at most `limit` draft tokens for a decoding sequence, or `NO_LOOKUP`.
 
-        While a sequence prefills, return `NO_LOOKUP`; a source may index the prompt.
+        During prefill, return `NO_LOOKUP`; a source may index the prompt then.
         """
         ...
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """Learn from the tokens that a sequence gained since the lookup, whether it was verified or not.
+        """Learn from the tokens that a sequence has gained since the lookup, whether it was verified or not.
 
         Called after each commit, with `NO_LOOKUP` if this source proposed nothing or another source was chosen.
         """
@@ -48,10 +48,10 @@ class Source(Protocol):
 
 
 class DraftSources:
-    """All sources. Proposes the lookup with the highest expected gain."""
+    """All sources together. Proposes the lookup with the highest expected gain."""
 
     def __init__(self, store_tokens: int = 0) -> None:
-        """`store_tokens`: maximum tokens of finished answers to keep; 0: keep none."""
+        """`store_tokens`: maximum tokens of finished answers to store; 0: store none."""
         self.sequence = SequenceSource()
         self.answers = AnswerSource(store_tokens) if store_tokens else None
         self.by_name: dict[LookupSource, Source] = {SEQUENCE: self.sequence, PREDICTION: PredictionSource()}
@@ -59,7 +59,7 @@ class DraftSources:
             self.by_name[ANSWERS] = self.answers
 
     def propose(self, sequence: Sequence, limit: int) -> Lookup:
-        """At most `limit` draft tokens from the most promising source that the request includes."""
+        """Return at most `limit` draft tokens from the most promising source that the request allows."""
         if limit <= 0:
             return NO_LOOKUP
         names = _sources_of(sequence.request)
@@ -70,12 +70,12 @@ class DraftSources:
         return max(found, key=lambda lookup: expected_gain(lookup.chances))
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """Learn from the tokens that a sequence gained since the lookup."""
+        """Learn from the tokens that a sequence has gained since the lookup."""
         for name, source in self.by_name.items():
             source.observe(sequence, lookup if name is lookup.source else NO_LOOKUP)
 
     def index_answers(self) -> None:
-        """Index some tokens of stored answers. Call it once per round."""
+        """Index some tokens of stored answers. Call once per round."""
         if self.answers is not None:
             self.answers.index_some()
 

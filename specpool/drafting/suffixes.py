@@ -1,4 +1,4 @@
-"""Suffix index: finds earlier occurrences of the longest suffixes of a sequence. Pure."""
+"""Suffix index that finds the longest earlier occurrences of a sequence's last tokens. Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,30 +9,30 @@ from specpool.drafting.votes import Match, match_length
 
 # Tokens to index per call. A long prompt must not stall a round.
 TOKENS_PER_CALL = 512
-# Search window in tokens: at least this many, at most twice as many. It bounds the memory.
+# Minimum search window in tokens; the maximum is twice as many. Bounds memory.
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair and of the last token to examine, latest first.
 MAX_PAIRS, MAX_SINGLES = 16, 8
 
 
 class SuffixIndex:
-    """Index of one sequence, extended as it grows.
+    """Index of one sequence, extended as the sequence grows.
 
-    Each token and each pair links to its previous occurrence. Matches are found along these links.
+    Each token and each pair of tokens links to its previous occurrence. Searches follow these links.
     """
 
     def __init__(self) -> None:
         self._last: dict[int | tuple[int, int], int] = {}
-        """By token or pair: the position after its last occurrence."""
+        """Position after the last occurrence, by token or pair."""
         self._old: dict[int | tuple[int, int], int] = {}
-        """The same for older ones, which are dropped after another `MEMORY_TOKENS` tokens."""
+        """Older occurrences, dropped after another `MEMORY_TOKENS` tokens."""
         self._singles, self._pairs = array("I", (0,)), array("I", (0,))
-        """At each position: the position after the previous occurrence of the token or pair before it; 0: none."""
+        """By position: the position after the previous occurrence of the token or pair that ends there; 0: none."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Index the next tokens. `token_ids` must extend the tokens of the last call.
+        """Index the next tokens, except the last, which is the one to search for.
 
-        Leaves out the last token, whose occurrences are to be found.
+        `token_ids` must extend the tokens of the previous call.
         """
         start = len(self._pairs)
         for end in range(start, min(len(token_ids), start + TOKENS_PER_CALL)):
@@ -45,9 +45,9 @@ class SuffixIndex:
                 self._last, self._old = {}, self._last
 
     def matches(self, token_ids: Sequence[int], k: int) -> list[Match]:
-        """Earlier occurrences of the last tokens, each with the `k` tokens that followed. The longest come first.
+        """Find earlier occurrences of the last tokens, each with its `k` following tokens, longest match first.
 
-        `token_ids` must extend the tokens of the last call. If a match overlaps the last tokens, it loops.
+        `token_ids` must extend the tokens of the previous call. A continuation that reaches the end repeats.
         """
         self.extend(token_ids)
         last = token_ids[-1]

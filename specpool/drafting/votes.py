@@ -1,7 +1,7 @@
-"""Draft tokens by vote: what followed earlier occurrences of the last tokens. Pure.
+"""Chooses draft tokens by vote among the continuations of earlier occurrences of the last tokens. Pure.
 
 As in SuffixDecoding (Oliaro et al., arXiv 2411.04975), long matches and frequent continuations win. Each token has an
-acceptance probability, learned from the tokens that the target chose after similar votes.
+acceptance probability, learned from the outcomes of similar votes.
 """
 
 from collections.abc import Iterable
@@ -11,28 +11,28 @@ from specpool.drafting.acceptance import PRIOR_TOKENS, Acceptance, agreement_len
 from specpool.drafting.plans import NO_LOOKUP, Lookup, LookupSource
 from specpool.drafting.sequences import Sequence
 
-# Tokens of a match that count; longer matches are as good.
+# Maximum length of a match. Longer matches are no better.
 MAX_MATCH = 32
-# Minimum probability that a draft token and all before it are accepted. No row of a verification costs less.
+# Minimum probability that a draft token and all before it are accepted. Verifying a row never costs less.
 MIN_CHANCE = 0.02
-# Minimum match of requests with a fixed length. They draft whether it pays or not, and after one token it rarely does.
+# Minimum match for requests with a fixed draft length. They draft in any case, and matches of one token rarely pay off.
 MIN_FIXED_LENGTH = 2
-# Lower bounds of the match lengths with an acceptance rate of their own.
+# Lower bounds of the bins of match lengths.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
-# Bins of a token's share of the votes, and of the number of matches that it follows.
+# Number of bins of a token's share of the votes, and of the number of matches that it follows.
 SHARES, COUNTS = 4, 4
-# Decay of a sequence's observations per draft token: recent rounds tell how well it repeats.
+# Decay of a sequence's observations per draft token.
 RECENT = 0.98
 
 _LENGTH_BINS = tuple(sum(bound <= length for bound in LENGTHS) - 1 for length in range(MAX_MATCH + 1))
 
 
 Match = tuple[int, Items[int]]
-"""An earlier occurrence of the last tokens: the number of equal tokens, at most `MAX_MATCH`, and what followed."""
+"""An earlier occurrence of the last tokens: the number of equal tokens, at most `MAX_MATCH`, and the continuation."""
 
 
 def match_length(token_ids: Items[int], end: int, last_ids: Items[int], length: int = 0) -> int:
-    """Number of tokens before `end` that equal the last ones, up to `MAX_MATCH`. The first `length` are known to."""
+    """Count the tokens before `end` that equal the last ones, up to `MAX_MATCH`. `length`: tokens known to be equal."""
     limit = min(MAX_MATCH, end, len(last_ids))
     while length < limit and token_ids[end - 1 - length] == last_ids[-1 - length]:
         length += 1
@@ -47,10 +47,10 @@ class VoteRates:
         self._rates = [Acceptance() for _ in range(len(LENGTHS) * SHARES * COUNTS)]
         self._chances = [_prior(bin_) for bin_ in range(len(self._rates))]
         self._sequences: dict[int, Acceptance] = {}
-        """By sequence: accepted tokens, and as `tried` those that the chances let expect."""
+        """By sequence id: accepted tokens, and as `tried` the expected number of accepted tokens."""
 
     def vote(self, sequence: Sequence, matches: list[Match], limit: int) -> Lookup:
-        """Draft at most `limit` tokens. `matches`: the longest one first. Adaptive requests get only likely tokens."""
+        """Draft at most `limit` tokens, for adaptive requests only likely ones. `matches`: longest first."""
         min_length, min_chance = (1, MIN_CHANCE) if sequence.request.adaptive else (MIN_FIXED_LENGTH, 0.0)
         if not matches or matches[0][0] < min_length:  # the usual case, in every round of every sequence
             return NO_LOOKUP
@@ -64,7 +64,7 @@ class VoteRates:
             bin_ = _bin(matches[0][0] + step, share, len(matches))
             chance = self._chances[bin_]
             chance = chance * odds / (chance * odds + 1 - chance)
-            # A round after a pending one verifies nothing unless the pending tokens are accepted.
+            # Pending tokens do not lower the product: if one is rejected, the lookup is not verified anyway.
             product = chance * (product if step > sequence.num_pending_tokens else 1.0)
             if product < min_chance:
                 break
@@ -75,7 +75,7 @@ class VoteRates:
         return Lookup(tuple(token_ids), tuple(chances), self._source, run, start, tuple(bins)) if bins else NO_LOOKUP
 
     def observe(self, sequence: Sequence, lookup: Lookup) -> None:
-        """Learn from the tokens that a sequence gained since the lookup, whether it was verified or not."""
+        """Learn from the tokens that a sequence has gained since the lookup, whether it was verified or not."""
         if not lookup.bins:
             return
         gained = tuple(sequence.token_ids[lookup.start : lookup.start + len(lookup.token_ids)])
@@ -93,7 +93,7 @@ class VoteRates:
             self._sequences.pop(sequence_id, None)
 
     def by_length(self) -> dict[int, float]:
-        """Acceptance rate of draft tokens by the lower bound of the match length."""
+        """Return the acceptance rate of draft tokens by lower bound of the match length."""
         size, rates = SHARES * COUNTS, dict[int, float]()
         for i, length in enumerate(LENGTHS):
             of_length = self._rates[i * size : (i + 1) * size]
@@ -102,7 +102,7 @@ class VoteRates:
         return rates
 
     def _odds(self, sequence_id: int) -> float:
-        """Factor of the odds of each token: how well the sequence repeats, compared with the others."""
+        """Return the factor on each token's odds, from the sequence's acceptance relative to expectation."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return 1.0
@@ -110,9 +110,9 @@ class VoteRates:
 
 
 def _winner(matches: list[Match], step: int) -> tuple[int, float, list[Match]]:
-    """The token with the most votes, its share of them, and the matches that it follows.
+    """Return the token with the most votes, its share of them, and the matches that it follows.
 
-    A match has its length squared as its weight, which is close to the best weights that a fit to greedy answers found.
+    The weight of a match is its length squared, close to the best fit to greedy answers.
     """
     if len(matches) == 1:
         following = matches[0][1]
@@ -135,6 +135,6 @@ def _bin(length: int, share: float, count: int) -> int:
 
 
 def _prior(bin_: int) -> float:
-    """Acceptance probability before the first observation: longer matches and unanimous votes mislead less."""
+    """Return the acceptance probability before the first observation, higher for long matches and unanimous votes."""
     of_length, share = divmod(bin_ // COUNTS, SHARES)
     return (share + 0.5) / SHARES * LENGTHS[of_length] / (LENGTHS[of_length] + 2)

@@ -168,7 +168,7 @@ class GenerationBody(Body):
     stop: Annotated[Many[str], BeforeValidator(_texts)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    """OpenAI has it for chats only."""
+    """OpenAI supports it for chats only."""
     # vLLM's extensions
     top_k: Int32 | None = None
     min_p: float | None = None

@@ -117,7 +117,7 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
         if settings.draft_address is not None:
             connector = Connector(settings.draft_address, **settings.security)
             info = _worker_info(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
-            draft = _model_of(connector.address, info)  # with any tokenizer: the rate was measured for this pair
+            draft = _model_of(connector.address, info)  # any tokenizer: the given rate already covers translation
     return target, [(draft, constant_acceptance(settings.acceptance, settings.max_num_speculative_tokens))]
 
 

@@ -56,7 +56,7 @@ class Sequence:
     pending_ids: tuple[int, ...] = ()
     """Tokens of a round whose result the coordinator does not know yet."""
     num_pending_tokens: int = 0
-    """Tokens that this round yields if its draft tokens are accepted."""
+    """Tokens that the pending round yields if its draft tokens are accepted."""
 
     @property
     def prompt_length(self) -> int:

@@ -136,7 +136,7 @@ def _branch_messages(branches: Iterable[Branch]) -> list[common_pb2.Branch]:
 def use_tokenizer_request(
     coordinator_id: str, files: TokenizerFiles, vocab_size: int
 ) -> draft_worker_pb2.UseTokenizerRequest:
-    """Build the request that gives the target's tokenizer to the draft worker."""
+    """Build the request that sends the target's tokenizer to a draft worker."""
     return draft_worker_pb2.UseTokenizerRequest(
         coordinator_id=coordinator_id,
         tokenizer_json=files.tokenizer_json,
@@ -147,7 +147,7 @@ def use_tokenizer_request(
 
 
 def read_use_tokenizer(request: draft_worker_pb2.UseTokenizerRequest) -> tuple[TokenizerFiles, int]:
-    """Read a target's tokenizer and the size of its vocabulary. Raises InvalidArgumentError."""
+    """Read a target's tokenizer and vocabulary size. Raises InvalidArgumentError."""
     require_coordinator(request.coordinator_id)
     _check_maximum("vocab_size", request.vocab_size, MAX_VOCAB_SIZE)
     _check_maximum("eos_token_ids", len(request.eos_token_ids), MAX_SAMPLING_TOKENS)

@@ -1,6 +1,6 @@
-"""Recorded answers: the shards that a coordinator writes and `specpool distill --from` reads.
+"""File format of recorded answers, written by coordinators and read by `specpool distill --from`.
 
-A shard is a JSON Lines file: a header, then one answer per line. Whoever may read it can see all that is stored.
+A shard is a JSON Lines file with a header line and one answer per line. It is plain text, so operators can audit it.
 """
 
 import json
@@ -12,16 +12,16 @@ from typing import Any
 
 FORMAT, VERSION = "specpool-answers", 1
 PREFIX, FINISHED, UNFINISHED = "answers-", ".jsonl", ".jsonl.part"
-"""Parts of the names of shards. An unfinished shard may still grow."""
+"""Parts of shard file names. An unfinished shard may still grow."""
 
 
 class InvalidShardError(ValueError):
-    """A file is no shard, or is damaged."""
+    """The file is not a shard, or it is damaged."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The target that gave the answers of a shard."""
+    """The target that generated the answers of a shard."""
 
     model: str
     tokenizer_fingerprint: str
@@ -34,7 +34,7 @@ class Header:
 @dataclass(frozen=True)
 class RecordedAnswer:
     client: str
-    """A keyed hash of the client's id. Nobody has the key once the coordinator has stopped."""
+    """Keyed hash of the client id. The key exists only while the coordinator runs."""
     token_ids: tuple[int, ...]
 
     def encode(self) -> bytes:
@@ -42,13 +42,13 @@ class RecordedAnswer:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """Return the shards of a folder, by name. Raises OSError."""
+    """Return the shards in a folder, sorted by name. Raises OSError."""
     suffixes = (FINISHED, UNFINISHED)
     return sorted(path for path in folder.iterdir() if path.name.startswith(PREFIX) and path.name.endswith(suffixes))
 
 
 def read_shard(path: Path) -> tuple[Header, list[RecordedAnswer]] | None:
-    """Return the header and the answers of a shard; None if it has no whole line yet.
+    """Return the header and the answers of a shard; None if it has no complete line yet.
 
     Ignores an incomplete last line, which a killed coordinator or a full disk may leave. Raises InvalidShardError and
     OSError.

@@ -267,9 +267,9 @@ def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> Tokenize
 
 
 def read_translation(response: draft_worker_pb2.UseTokenizerResponse, instance_id: str) -> TranslationInfo:
-    """Read how a draft worker translates tokens. Raises InvalidResponseError.
+    """Read a draft worker's answer to `UseTokenizer`. Raises InvalidResponseError.
 
-    `instance_id`: the process whose description was read.
+    `instance_id`: process that must have answered.
     """
     _require(response.instance_id == instance_id, "the translation comes from another process than the description")
     _require(bool(response.translation_id) != bool(response.refusal), "neither a translation nor a refusal, or both")

@@ -16,7 +16,7 @@ from specpool.protocol.sampling import NO_LOGPROBS, Logprobs, SamplingParams
 MAX_DRAFT_TOKENS = 16
 """Default maximum of draft tokens per sequence and round."""
 MAX_LOOKUP_TOKENS = 2 * MAX_DRAFT_TOKENS
-"""Default maximum of lookup tokens, which take no draft steps."""
+"""Default maximum of lookup tokens. Higher than for draft models, because lookups need no draft steps."""
 MAX_ITEM_BRANCHES, MAX_ITEM_UNVERIFIED = 64, 64
 """Maximum branches of an item, and maximum tokens that are being verified."""
 
@@ -124,7 +124,7 @@ class ProposeRound:
     step_cost: float = 0.0
     """Minimum expected gain of a draft step over all items."""
     translation_id: str = ""
-    """Translation of a target's tokens. Empty: the items' tokens are the draft's own."""
+    """Id of the translation of the items' tokens. Empty: the tokens are the draft's own."""
 
 
 @dataclass

@@ -11,9 +11,9 @@ TENSOR_PARALLEL_SUMS = ("whole", "parts")
 """Ways in which ranks combine the results of sharded GEMMs."""
 
 TRANSLATIONS = ("shared", "retokenized")
-"""Ways in which the draft worker translates the target's tokens."""
+"""Methods of translating the target's tokens in a draft worker."""
 TRANSLATE = "run it in a draft worker, which translates tokens"
-"""What to do with a draft that has another tokenizer."""
+"""Remedy for a draft with another tokenizer."""
 
 HUB_CACHE_PREFIX, HUB_CACHE_SEPARATOR = "models--", "--"
 
@@ -44,7 +44,7 @@ class TranslationInfo(NamedTuple):
     """One of `TRANSLATIONS`."""
     vocabulary_coverage: float
     refusal: str
-    """Why it does not. Empty if it does."""
+    """Why the worker cannot translate the tokens. Empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class WorkerInfo:
     feature_width: int = 0
     """Values per state that the draft reads."""
     tokenizer_translation: str = ""
-    """How the draft worker translates the target's tokens; see `ModelInfo` in common.proto. Empty: it need not."""
+    """Method of translating the target's tokens; see `ModelInfo` in common.proto. Empty: no translation needed."""
     vocabulary_coverage: float = 0.0
-    """Share of the target's vocabulary that the draft's has, too, if tokens are translated."""
+    """If tokens are translated, the share of the target's vocabulary that is also in the draft's."""
     draft: "WorkerInfo | None" = None
     """The draft that the target worker carries."""
 
@@ -149,13 +149,13 @@ class WorkerInfo:
 def why_not_a_pair(draft: WorkerInfo, target: WorkerInfo, *, translates: bool = False) -> str | None:
     """Return why the draft cannot draft for the target; None if it can.
 
-    `translates`: whether the process with the draft can translate tokens.
+    `translates`: whether the process that runs the draft can translate tokens.
     """
     features = draft.features
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         differ = f"the draft {draft.model} uses a different tokenizer than the target {target.model}"
         if features is not None:
-            return f"{differ}, and reads its hidden states, which have no translation"
+            return f"{differ} and reads hidden states, which cannot be translated"
         return None if translates else f"{differ}; {TRANSLATE}"
     if features is None:
         return None

@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 5.0
 """Timeout of a resolution."""
 
 NO_RECORDS = {socket.EAI_NONAME, socket.EAI_NODATA}
-"""Errors of a resolution that come from the answer of a DNS server, not from its absence."""
+"""Resolution errors that mean a DNS server answered that there are no records."""
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Resolves a host and a port to IP addresses. Raises OSError."""
@@ -33,7 +33,7 @@ class Endpoint:
     name: str | None = None
     """DNS name that resolved to the address; None for a fixed address."""
     label: str = ""
-    """The operator's name for the entry that the address comes from."""
+    """The operator's name for the entry behind the address."""
 
     def secured(self, security: SecurityOptions) -> SecurityOptions:
         """Return connector options that expect the DNS name, not the IP address, in the server's certificate."""
@@ -52,8 +52,9 @@ class Discovery:
         labels: Mapping[str, str] = MappingProxyType({}),
         forgets: bool = False,
     ) -> None:
-        """`labels`: names of entries. `forgets`: drop the records of a name once DNS answers that it has none: its
-        servers may be withdrawn.
+        """`labels`: operator's names by entry.
+
+        `forgets`: drop the records of a DNS name once DNS answers that it has none. Servers can then be withdrawn.
         """
         self._resolve, self._forgets, entries = resolve or _resolve, forgets, list(entries)
         names = {
@@ -73,7 +74,7 @@ class Discovery:
     async def endpoints(self) -> AsyncIterator[list[Endpoint]]:
         """Yield the fixed endpoints at once, and all of them after every resolution of the names; never returns.
 
-        Unless `forgets`, a name that cannot be resolved keeps its last records: the fault may be the DNS server's.
+        Unless `forgets` is set, a name that cannot be resolved keeps its last records: DNS may be at fault.
         """
         if self.fixed:
             yield self.fixed

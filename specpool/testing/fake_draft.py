@@ -30,12 +30,12 @@ class FakeDraft(FakeDrafter):
     ) -> None:
         """`max_branches`: see `WorkerLoad`. `weights`: fingerprint of the weights.
 
-        `translation`: `ModelInfo.tokenizer_translation`; empty: refuse it.
+        `translation`: see `ModelInfo.tokenizer_translation`; empty: refuse to translate.
         """
         super().__init__(acceptance, **knobs)
         self.weights, self.max_branches, self.translation = weights, max_branches, translation
         self.tokenizers: list[bytes] = []
-        """Tokenizers that coordinators have handed over."""
+        """Tokenizers received from coordinators."""
         self.drafts_for(target.choose_legal, self.grammars)
 
     @property
@@ -70,7 +70,7 @@ class FakeDraft(FakeDrafter):
     async def UseTokenizer(
         self, request: draft_worker_pb2.UseTokenizerRequest, context: Any
     ) -> draft_worker_pb2.UseTokenizerResponse:
-        """Accept any tokenizer, or none: the fake drafts in the target's tokens anyway."""
+        """Accept any tokenizer, or refuse all. The fake always drafts in the target's tokens."""
         self.tokenizers.append(request.tokenizer_json)
         if not self.translation:
             return draft_worker_pb2.UseTokenizerResponse(instance_id=self.instance_id, refusal="the fake has none")

@@ -23,7 +23,7 @@ from specpool.vllm.rows import Batch, Request, Sequence, match
 
 # Steps without a call for a row after the draft worker had no free slot.
 BACKOFF_ROUNDS = 16
-# vLLM does not name the client of a row, so all rows share the draft worker's prefix cache, and stored answers if any.
+# vLLM does not identify the client of a row, so all rows share the draft worker's prefix cache and stored answers.
 CACHE_NAMESPACE, SHARED_SALT = b"", "shared"
 
 
@@ -40,7 +40,7 @@ class Limits:
     prefill_tokens: int
     """Maximum prompt tokens sent to the draft worker in one step, for all rows together."""
     lookup_store_tokens: int = 0
-    """Maximum tokens of finished answers to keep, for lookups by all later rows."""
+    """Maximum tokens of finished answers to store for lookups by all later rows."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ServedModel:
 
     info: WorkerInfo
     tokenizer_files: TokenizerFiles | None = None
-    """None: drafts with another tokenizer are refused."""
+    """The target's tokenizer. None: refuse drafts with another tokenizer."""
 
     async def wait_ready(self) -> None:
         """Return at once."""

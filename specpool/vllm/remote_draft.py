@@ -40,15 +40,18 @@ INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
 class RemoteDraft:
-    """Draft tokens for vLLM's batch: from a Specpool draft worker, and from lookups in earlier tokens."""
+    """Draft tokens for vLLM's batch, from a Specpool draft worker and from lookups in earlier tokens."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Wait for the draft worker, if there is one. ValueError, in one line, for invalid settings, a worker that does
-        not answer, or a worker that cannot translate vLLM's tokens."""
+        """Wait for the draft worker, if there is one.
+
+        Raises ValueError with a one-line message for invalid settings, a worker that does not answer, or a worker that
+        cannot translate vLLM's tokens.
+        """
         self._drafter: Drafter | None = None
-        """None: this rank does not draft."""
+        """None if this rank does not draft."""
         self._link: BlockingDraftLink | None = None
-        """None: lookups are the only drafts."""
+        """None if all drafts come from lookups."""
         self._step_began = time.perf_counter()
         self._error_logged = -SECONDS_BETWEEN_ERRORS
         self._draft_seconds = 0.0
@@ -76,7 +79,7 @@ class RemoteDraft:
             if settings.draft_address is not None:
                 self._link = self._connect(settings.draft_address, settings, model)
             else:
-                log.info("lookups provide drafts for vLLM; set SPECPOOL_DRAFT_ADDRESS to add a draft worker")
+                log.info("drafting for vLLM by prompt lookup only; set SPECPOOL_DRAFT_ADDRESS to add a draft worker")
             self._drafter = Drafter(model.limits(settings), DraftMethod(settings.draft_method))
 
     def _connect(self, address: str, settings: RemoteDraftSettings, model: VllmModel) -> BlockingDraftLink:
@@ -88,11 +91,11 @@ class RemoteDraft:
         except (MismatchError, TimeoutError) as error:
             link.close()
             raise ValueError(f"cannot use the draft worker at {address}: {error}") from None
-        log.info("draft worker at %s provides drafts for vLLM", address)
+        log.info("draft worker at %s drafts for vLLM", address)
         if link.model is not None and link.model.info.tokenizer_translation:
             info = link.model.info
-            how, coverage = info.tokenizer_translation, info.vocabulary_coverage
-            log.info("it translates tokens (%s): %s has %.0f%% of vLLM's vocabulary", how, info.model, 100 * coverage)
+            text = "the draft worker translates tokens (%s): %s has %.0f%% of vLLM's vocabulary"
+            log.info(text, info.tokenizer_translation, info.model, 100 * info.vocabulary_coverage)
         atexit.register(self.close)
         return link
 

@@ -60,14 +60,14 @@ class Request:
     num_speculative_tokens: int
     method: DraftMethod = DraftMethod.BEST
     cache_salt: str = ""
-    """Not empty: rows share their answers."""
+    """If set, rows share their answers."""
     adaptive: bool = True
     sampling: SamplingParams = GREEDY
     prediction: Items[int] = ()
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """All rows have the same client."""
+        """Client and salt. All rows have the same client."""
         return "", self.cache_salt
 
 
@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def max_num_lookup_tokens(self) -> int:
-        """The same: vLLM has one limit for all drafts."""
+        """Maximum useful lookup tokens. vLLM has one limit for all drafts."""
         return self.max_num_draft_tokens
 
     @property

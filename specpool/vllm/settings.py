@@ -20,29 +20,29 @@ from specpool.vllm.drafter import Limits
 TESTED_VERSION = "0.32"
 """vLLM release that this code was tested with."""
 MISTRAL_MODE = "mistral"
-"""vLLM's `tokenizer_mode` without a tokenizer of the Hugging Face library."""
+"""vLLM's `tokenizer_mode` for tokenizers that are not from the Hugging Face library."""
 
 Method = Literal["model", "ngram", "suffix", "best"]
-"""vLLM's requests carry no predictions."""
+"""Draft methods without `prediction`, because vLLM's requests have none."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
     """`SPECPOOL_*` variables of the vLLM process."""
 
     draft_address: DraftAddress | None = Field(
-        None, description="host:port of the draft worker; unset: lookups are the only drafts"
+        None, description="host:port of the draft worker; default: prompt lookup only"
     )
     draft_method: Method = Field(
         "best",
-        description="model (the draft worker), ngram (the row's own tokens), suffix (also earlier answers), or best of "
-        "all per step",
+        description="draft method: model (the draft worker), ngram (prompt lookup), suffix (prompt lookup, also in "
+        "earlier answers), or best (the most promising one in each step)",
     )
     lookup_store_tokens: int = Field(
         0,
         ge=0,
         le=MAX_STORE_TOKENS,
-        description="maximum tokens of finished answers to keep, for lookups by all later requests; 0: keep none. vLLM "
-        "names no clients, so users can measure that an answer was given before",
+        description="maximum tokens of finished answers to keep, for prompt lookup by all later requests; 0: keep "
+        "none. vLLM does not identify clients, so users can measure that others got an answer",
     )
     draft_start_seconds: Seconds = Field(
         60.0, ge=0, description="time for the draft worker to answer when vLLM starts; vLLM exits afterwards"
@@ -66,7 +66,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
         if method == "model" and not has_address:
             raise ValueError("draft_method model needs a draft_address")
         if method in ("ngram", "suffix") and has_address:
-            raise ValueError(f"draft_method {method} does not use the draft worker at draft_address")
+            raise ValueError(f"draft_method {method} needs no draft worker; unset draft_address")
         if self.lookup_store_tokens and method not in ("suffix", "best"):
             raise ValueError(f"draft_method {method} does not use lookup_store_tokens")
         return self
@@ -130,7 +130,7 @@ class VllmModel:
         )
 
     def tokenizer(self) -> TokenizerFiles:
-        """The tokenizer, for the draft worker. ValueError if it cannot be read."""
+        """Return the tokenizer for the draft worker. Raises ValueError if it cannot be read."""
         from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
 
         if self._tokenizer_mode == MISTRAL_MODE:
@@ -150,5 +150,5 @@ class VllmModel:
         return TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", special, tuple(sorted(ids)))
 
     def info(self, tokenizer: TokenizerFiles) -> WorkerInfo:
-        """The model, to compare with the draft worker's."""
+        """Return a description of the model to compare with the draft worker's."""
         return WorkerInfo(model=self._model, vocab_size=self._vocab_size, tokenizer_fingerprint=tokenizer.fingerprint)

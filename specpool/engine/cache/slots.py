@@ -46,7 +46,7 @@ class Slot:
     continued: tuple[int, Continuation] | None = None
     """How the last round began, if it continued an earlier one: the id of that round, and where."""
     translated: Any = None
-    """The target's tokens, if their tokenizer differs from the draft's; kept by the draft worker."""
+    """The draft worker's `TranslatedSequence`, if the target has another tokenizer."""
     carried: CarriedDraft = field(default_factory=CarriedDraft)
     """State of the worker's own draft, if the worker carries a draft."""
 

@@ -73,13 +73,13 @@ def check_pair(
 ) -> None:
     """Raise InvalidOptionError if both models are local and the draft does not fit the target.
 
-    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft, so that tokenizers may differ.
+    `names`: as in `check_options`. `translates`: whether a draft worker runs the draft. If so, tokenizers may differ.
     """
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
     if not translates:
         check_same_tokenizer(target, draft, TRANSLATE, names)
     elif features is not None:
-        check_same_tokenizer(target, draft, "hidden states have no translation", names)
+        check_same_tokenizer(target, draft, "hidden states cannot be translated", names)
     if not sizes or not isinstance(features, dict) or not isinstance(features.get("layers"), list):
         return  # loading says what is wrong
     reads = WorkerInfo(draft.model, feature_layers=tuple(features["layers"]), feature_width=_size(features, "width"))

@@ -68,7 +68,7 @@ DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_
 DraftAddresses = Annotated[
     str, Field(min_length=1), AfterValidator(partial(check_named_addresses, port=DRAFT_WORKER_PORT))
 ]
-"""Addresses, separated by commas. Those of drafts may have names: NAME=ADDRESS."""
+"""Comma-separated addresses. Draft addresses may have names: NAME=ADDRESS."""
 
 S = TypeVar("S", bound="Settings")
 

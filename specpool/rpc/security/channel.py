@@ -83,23 +83,23 @@ def check_addresses(addresses: str, port: int) -> str:
 
 
 def check_named_addresses(addresses: str, port: int) -> str:
-    """Like `check_addresses`, with entries that may begin with a name: NAME=ADDRESS."""
+    """Like `check_addresses`, but entries may have names: NAME=ADDRESS."""
     entries = split_named(addresses)
     for name, address in entries:
         if address.startswith("=") or (name and not _NAME.fullmatch(name)):
-            raise ValueError(f"{name!r} is no name: use up to 32 letters, digits, '.', '_' and '-'")
+            raise ValueError(f"invalid draft name {name!r}: use up to 32 letters, digits, '.', '_' and '-'")
         if "=" in address and "/" not in address:
-            raise ValueError(f"{address} is no address: use NAME=HOST:PORT")
+            raise ValueError(f"invalid address {address}: use NAME=HOST:PORT")
     check_addresses(",".join(address for _, address in entries), port)
     return ",".join(f"{name}={address}" if name else address for name, address in entries)
 
 
 def split_named(addresses: str) -> list[tuple[str, str]]:
-    """Return the name, or "", and the address of each entry of a comma-separated list."""
+    """Split a comma-separated list into names and addresses. Entries without a name get an empty one."""
     found: list[tuple[str, str]] = []
     for entry in split_addresses(addresses):
         name, _, address = entry.partition("=")
-        is_named = bool(name and address) and not {":", "/"} & {*name}  # a socket's path may contain "="
+        is_named = bool(name and address) and not {":", "/"} & {*name}  # socket paths may contain "="
         found.append((name.strip(), address.strip()) if is_named else ("", entry))
     return found
 

@@ -161,7 +161,7 @@ async def test_a_stuck_disk_does_not_hold_up_the_end(
     async with serving(record=tmp_path) as served:
         await served.expect(make_request([1], 5))
     disk.set()
-    assert "the disk did not take the last recorded answers within 0.01 s" in caplog.text
+    assert "failed to write the last recorded answers within 0.01 s" in caplog.text
 
 
 async def test_an_unusable_directory_costs_no_answer() -> None:
@@ -181,7 +181,7 @@ async def test_nothing_is_recorded_by_default(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"record_share": 0.1}, "record_share needs record, the directory for the answers"),
+        ({"record_share": 0.1}, "record_share needs --record"),
         ({"record": __file__}, "test_recording.py is not a directory"),
         ({"record": ""}, "record\n.* must not be empty"),
         ({"record": ".", "record_share": 0}, "record_share"),

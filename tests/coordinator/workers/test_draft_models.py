@@ -38,7 +38,7 @@ def test_names(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.text
     rolling = [("current", "one"), ("current", "0123456789")]
     assert names(registry, *rolling) == ["current", "current (01234567)"]
-    assert "named current have different weights, one and 0123456789" in caplog.text
+    assert "named current have different weights (one and 0123456789)" in caplog.text
     assert names(registry, rolling[1]) == ["current"], "the update is complete"
     assert names(registry, *rolling) == ["current", "current (01234567)"]
     assert names(registry, ("x", "01234567a"), ("x", "01234567b"), ("x", "01234567c")) == [

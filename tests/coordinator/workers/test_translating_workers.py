@@ -32,7 +32,7 @@ async def test_a_draft_that_translates_gets_the_tokenizer_after_each_start() -> 
         info = await served.info()
         model = info.draft_workers[0].model
         assert (model.tokenizer_translation, model.vocabulary_coverage) == ("retokenized", 0.5)
-        assert "translates tokens (retokenized), since it has 50% of the target's vocabulary" in model.notes
+        assert "translates tokens (retokenized): the draft has 50% of the target's vocabulary" in model.notes
         for starts in (1, 2):
             response = await served.expect(make_request(max_tokens=64, k=4, method=pb.DRAFT_METHOD_MODEL))
             assert response.speculative_decoding.num_accepted_draft_tokens > 0
@@ -52,7 +52,7 @@ async def test_a_draft_that_cannot_translate_is_refused_once() -> None:
         info = await served.until(lambda info: info.draft.state == "refused")
         assert info.draft.reason == (
             "the draft fake uses a different tokenizer than the target fake, "
-            "which it cannot translate: the fake has none"
+            "which its worker cannot translate: the fake has none"
         )
         await served.expect(make_request(k=4))
     assert len(draft.tokenizers) == 1

@@ -115,5 +115,5 @@ def test_a_word_is_not_encoded_twice() -> None:
 def test_a_lossy_draft_is_refused() -> None:
     lossy = Tokenizer.from_str(ascii_tokenizer().to_str())
     lossy.normalizer = normalizers.Replace(Regex("[a-z]"), "x")
-    with pytest.raises(UnsupportedTokenizerError, match=r"only \d+% of the target's tokens; at least 50% are needed"):
+    with pytest.raises(UnsupportedTokenizerError, match=r"only \d+% of its tokens accepted; the minimum is 50%"):
         build_translation(vocabulary_of(SMALL), vocabulary_of(lossy), 300)

@@ -62,7 +62,7 @@ def nested(levels: int) -> object:
         (b"\xff", "it cannot be read"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b"{}", "it cannot be read"),
-        (WORDPIECE.to_str().encode(), r"its decoder \(WordPiece\) does not give the bytes of tokens"),
+        (WORDPIECE.to_str().encode(), r"its decoder \(WordPiece\) does not map tokens to bytes"),
         (description(decoder=nested(20)), "it is nested too deeply"),
         (description(decoder={"type": "Sequence", "decoders": 3}), "it cannot be read"),
         (description(added_tokens=[dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)

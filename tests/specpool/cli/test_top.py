@@ -205,7 +205,7 @@ def test_several_drafts_are_compared() -> None:
     info.draft_workers.extend(workers)
     lines = screen(info, 80, 24)
     text = "\n".join(lines)
-    assert "new: 10% of new samples, - accepted, - tokens per round, 1.50x plain" in text
+    assert "draft new: 10% of new samples, - accepted, - tokens per round, gain 1.50x" in text
     assert "time  verify: 75%" in text
     assert len(lines) == 24
 

@@ -36,7 +36,7 @@ def test_vllm_exits_with_the_reason_in_one_line(
                 other,
                 {},
                 f"cannot use the draft worker at {other}: the draft {other_draft} uses a different tokenizer than the "
-                f"target {target}, which it cannot translate: a perfect draft would propose only ",
+                f"target {target}, which its worker cannot translate: even a perfect draft would get only ",
             ),
         ]
         servers = [

@@ -197,7 +197,7 @@ async def test_a_draft_worker_with_another_tokenizer_gets_vllms_at_each_start(
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.specpool")
     async with serve(fingerprint="another", translation="shared") as served:
-        assert "it translates tokens (shared): fake has 50% of vLLM's vocabulary" in caplog.messages
+        assert "the draft worker translates tokens (shared): fake has 50% of vLLM's vocabulary" in caplog.messages
         row = served.vllm.add([7, 7, 8])
         await served.until(lambda: row.accepted > 3)
         await served.draft.stop()

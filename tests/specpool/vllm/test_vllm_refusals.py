@@ -73,7 +73,7 @@ async def test_an_unknown_vllm_configuration_is_refused(tokenizer: str, refused:
     ("variables", "line"),
     [
         ({"DRAFT_METHOD": "model"}, "--draft-method model needs a --draft-address"),
-        ({"DRAFT_METHOD": "ngram", "DRAFT_ADDRESS": "a:1"}, "--draft-method ngram does not use the draft worker"),
+        ({"DRAFT_METHOD": "ngram", "DRAFT_ADDRESS": "a:1"}, "--draft-method ngram needs no draft worker"),
         ({"DRAFT_METHOD": "ngram", "LOOKUP_STORE_TOKENS": "9"}, "ngram does not use --lookup-store-tokens"),
         ({"DRAFT_METHOD": "prediction"}, "draft-method: Input should be 'model', 'ngram', 'suffix' or 'best'"),
         ({"DRAFT_ADDRESS": "a:1", "DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),

@@ -68,15 +68,15 @@ true
 {{- if not $canary.enabled -}}
 {{- if not (kindIs "invalid" $canary.share) }}{{ fail "draft.canary.share: needs draft.canary.enabled" }}{{ end -}}
 {{- else if not (include "specpool.hasDraftWorkers" .) -}}
-{{- fail "draft.canary.enabled: needs draft workers, so draft.enabled without draft.colocated" -}}
+{{- fail "draft.canary.enabled: needs draft workers (draft.enabled without draft.colocated)" -}}
 {{- else if .Values.disaggregatedSet.enabled -}}
 {{- fail "draft.canary.enabled: must not be set with disaggregatedSet.enabled" -}}
 {{- else if and (eq .Values.draft.modelCache.type "image") (not $canary.modelCache) -}}
-{{- fail "draft.canary.modelCache: needed, since the image of draft.modelCache has the draft's model" -}}
+{{- fail "draft.canary.modelCache: required, because the image of draft.modelCache has the other model" -}}
 {{- else if and (gt (int $canary.replicas) 1) (include "specpool.scaled" .) -}}
-{{- fail "draft.canary.replicas: must be 0 or 1 with several cells, which have a canary each" -}}
+{{- fail "draft.canary.replicas: must be 0 or 1 with several cells, because each cell has its own canary" -}}
 {{- else -}}
-{{- $_ := required "draft.canary.model: needed with draft.canary.enabled" $canary.model -}}
+{{- $_ := required "draft.canary.model: required with draft.canary.enabled" $canary.model -}}
 true
 {{- end -}}
 {{- end }}
