@@ -5,7 +5,6 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ class DraftWorkerServicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer):
         """Prepare the translation between the target's tokens and the draft's."""
         files, vocab_size = read_use_tokenizer(request)
         translations: Translations = self._host.backend.translations
-        translation_id, found = await asyncio.to_thread(translations.use, files, vocab_size)
+        translation_id, found = await translations.use(files, vocab_size)
         response = pb.UseTokenizerResponse(instance_id=self._host.instance_id)
         if isinstance(found, str):
             response.refusal = found

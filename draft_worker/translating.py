@@ -99,10 +99,18 @@ class TranslatingProposer(Proposer):
             base,
             tuple(token_ids[base:end]),
             cache_namespace=item.cache_namespace if slot is None else slot.cache_namespace,
+            expected_prefix_length=0 if base else self._expected_prefix(item, sequence, end),
             num_draft_tokens=max(0, num_draft_tokens),
             min_chance=item.min_chance,
             next_chance=item.next_chance,
         )
+
+    def _expected_prefix(self, item: ProposeItem, sequence: TranslatedSequence, end: int) -> int:
+        """Return how many of the draft's `end` tokens the prefix cache must hold, in whole pages."""
+        if not item.expected_prefix_length:
+            return 0
+        size = self.engine.slots.tables.page_size
+        return min(sequence.num_draft_ids(item.expected_prefix_length), end - 1) // size * size
 
     def _translated(
         self, round_: ProposeRound, parts: dict[int, _Part], proposed: Iterable[Proposal]

@@ -144,7 +144,7 @@ def _is_deleted(shard: _Shard) -> bool:
 
 
 def _close(shard: _Shard) -> None:
-    """Close a shard, then give it its final name, or remove it without answers. Someone may have deleted it."""
+    """Close a shard, then give it its final name, or remove it if it has no answers. It may have been deleted."""
     shard.file.close()
     with contextlib.suppress(FileNotFoundError):
         if shard.num_bytes > len(shard.header.encode()):

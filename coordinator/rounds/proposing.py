@@ -246,7 +246,8 @@ class Proposing:
         if draft is not None and (items := round_.ahead_items(draft.roster.limits)):
             outcome.called_draft = outcome.drafted_ahead = True
             outcome.is_quiet = outcome.is_quiet and not self._shares_devices
-            proposals, timed = await self._call_draft(draft, next(self._round_ids), items, round_)
+            slack = self._target.step_times(sum(outcome.rows.values()))
+            proposals, timed = await self._call_draft(draft, next(self._round_ids), items, round_, slack)
             self._counters.stage_seconds["draft"] += timed.forward
             call = DraftCall(draft_steps(items, proposals), timed)
             if round_.committed.is_set():  # too late
@@ -256,10 +257,11 @@ class Proposing:
             outcome.draft_calls.append(call)
 
     async def _call_draft(
-        self, draft: Draft, round_id: int, items: list[ProposeItem], round_: RunningRound
+        self, draft: Draft, round_id: int, items: list[ProposeItem], round_: RunningRound, slack: float = 0.0
     ) -> tuple[list[Proposal], Timed]:
+        """Ask the draft workers. `slack`: duration of the verification meanwhile, if any."""
         with round_.trace.calling("propose", round_id) as parent:
-            return await draft.propose(round_id, items, round_.models, self._drafting.step_cost, parent)
+            return await draft.propose(round_id, items, round_.models, self._drafting.step_cost, parent, slack)
 
 
 def _ids_and_lengths(sequences: list[Sequence]) -> list[tuple[int, int]]:

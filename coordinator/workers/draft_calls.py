@@ -4,11 +4,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import WorkerRefusedError, WorkerUnreachableError
+from specpool.drafting.acceptance import expected_tokens
 from specpool.drafting.costs import Timed
 from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.outcome import draft_steps
@@ -17,7 +19,13 @@ from specpool.protocol.rounds import Proposal, ProposeItem
 log = logging.getLogger(__name__)
 
 MAX_SLOWDOWN, MIN_PATIENCE_SECONDS = 4.0, 0.02
-"""Wait for the other drafts: up to `MAX_SLOWDOWN` times the main draft's duration, and at least a minimum."""
+"""How long a round waits for its other drafts: relative to the draft with the most sequences, and at least."""
+MAX_SLOWDOWN_AHEAD = 1.5
+"""How long a round that drafts during a verification waits for other drafts: much later branches would be of no use."""
+WAIT_SHARE = 0.02
+"""Share of all time that rounds may wait for other drafts whose tokens do not pay for it."""
+MAX_PAUSE_SECONDS = 1.0
+"""Longer pauses between rounds pay back no more than this one: no round could have waited in them."""
 
 Parts = dict[DraftLink, list[ProposeItem]]
 """Items of a round by draft worker."""
@@ -31,25 +39,43 @@ class DraftCalls:
         """`on_late_end`: called with the worker and the sequence ids of a late call when it ends."""
         self._on_late_end = on_late_end
         self._late: dict[Call, DraftLink] = {}
-        """Calls that no round waits for. A worker may have several, because rounds may overlap."""
+        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
+        self._debt = self._began = 0.0
+        """Seconds waited in vain that `WAIT_SHARE` has not paid back yet, and when the last round began."""
 
     def is_late(self, link: DraftLink) -> bool:
         """Whether a worker still runs a late call. It gets no new calls until that ends."""
         return link in self._late.values()
 
     async def send(
-        self, round_id: int, parts: Parts, step_cost: float, traceparent: str, *, learns: bool
+        self,
+        round_id: int,
+        parts: Parts,
+        step_cost: float,
+        traceparent: str,
+        *,
+        slack: float,
+        speed: float,
+        learns: bool,
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
         """Return the proposals of each worker that answers in time, the duration of the round, and the errors.
 
-        The main draft is the one with the most sequences. Its slowest worker sets the duration, unless all of its
-        workers fail. `learns`: whether to learn each worker's step times here.
+        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
+        Other drafts are left out while earlier rounds have waited for them in vain.
+
+        `slack`: duration of the verification meanwhile, if any. `speed`: tokens per second of all sequences.
+        `learns`: whether to learn the step times of each worker, if not from the duration.
         """
+        main = _main(parts)
+        if self._is_in_debt():
+            parts = {link: own for link, own in parts.items() if link.model is main}
         calls = {
             link: asyncio.ensure_future(link.propose(round_id, own, chances(link), step_cost, traceparent))
             for link, own in parts.items()
         }
-        main = await _answered(parts, calls)
+        waited = await _answered(main, calls, slack)
+        gain = sum(_gain(link, own) for link, own in parts.items() if link.model is not main and calls[link].done())
+        self._debt += max(0.0, waited - slack - gain / speed) if speed else 0.0
         answers, durations, failures = dict[DraftLink, list[Proposal]](), [(False, 0.0, Timed())], list[BaseException]()
         for link, own in parts.items():
             if not calls[link].done():
@@ -65,7 +91,14 @@ class DraftCalls:
                 if learns:
                     link.step_times.observe_steps(draft_steps(own, answers[link]), timed.forward)
                 durations.append((link.model is main, timed.elapsed, timed))
-        return answers, max(durations, key=itemgetter(0, 1))[-1], failures
+        return answers, replace(max(durations, key=itemgetter(0, 1))[-1], waited=waited), failures
+
+    def _is_in_debt(self) -> bool:
+        """Whether rounds have waited too long for other drafts. Call once a round."""
+        began = asyncio.get_running_loop().time()
+        self._debt = max(0.0, self._debt - WAIT_SHARE * min(MAX_PAUSE_SECONDS, began - self._began))
+        self._began = began
+        return self._debt > 0
 
     def _late_call_ended(self, link: DraftLink, own: list[ProposeItem], call: Call) -> None:
         del self._late[call]
@@ -84,24 +117,39 @@ class DraftCalls:
             call.cancel()
 
 
-async def _answered(parts: Parts, calls: Mapping[DraftLink, Call]) -> DraftModel | None:
-    """Wait for the main draft's calls, then a bounded time for the others. Return the main draft."""
+def _main(parts: Parts) -> DraftModel | None:
+    """The draft with the most sequences."""
     sizes: Counter[DraftModel | None] = Counter()
     for link, own in parts.items():
         sizes[link.model] += len(own)
-    main, clock = max(sizes, key=sizes.__getitem__, default=None), asyncio.get_running_loop().time
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _gain(link: DraftLink, items: Iterable[ProposeItem]) -> float:
+    """Tokens that the drafts of these items are expected to gain."""
+    rate = link.model.evidence.rate.mean if link.model is not None else 0.0
+    return sum(expected_tokens(rate, item.num_draft_tokens) - 1 for item in items)
+
+
+async def _answered(main: DraftModel | None, calls: Mapping[DraftLink, Call], slack: float) -> float:
+    """Wait for the calls of the main draft, and not much longer for the others. Return for how many seconds longer."""
+    clock = asyncio.get_running_loop().time
     mains, began = [call for link, call in calls.items() if link.model is main], clock()
     try:
         if mains:
             await asyncio.wait(mains)
+        elapsed = clock() - began
         if others := [call for call in calls.values() if not call.done()]:
-            patience = max(MIN_PATIENCE_SECONDS, (MAX_SLOWDOWN - 1) * (clock() - began))
+            patience = max(MIN_PATIENCE_SECONDS, (MAX_SLOWDOWN - 1) * elapsed)
+            if slack:
+                patience = max(0.0, MAX_SLOWDOWN_AHEAD * slack - elapsed)
             await asyncio.wait(others, timeout=patience)
+            return clock() - began - elapsed
     except asyncio.CancelledError:
         for call in calls.values():
             call.cancel()
         raise
-    return main
+    return 0.0
 
 
 def _observe(link: DraftLink, *, is_answered: bool, is_failure: bool = False) -> None:

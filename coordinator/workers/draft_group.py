@@ -74,18 +74,22 @@ class DraftGroup:
         models: Mapping[int, DraftModel | None],
         step_cost: float = 0.0,
         traceparent: str = "",
+        slack: float = 0.0,
     ) -> tuple[list[Proposal], Timed]:
         """Run a draft round on all workers involved, and return the proposals in item order, and the duration.
 
-        `models`: the draft model of each sequence. A sequence gets no proposal without a model, or if its worker fails
-        or is late. For the duration see `DraftCalls.send`, for the other arguments `DraftLink.propose`. Raises
-        WorkerUnreachableError or WorkerRefusedError if all workers fail.
+        `models`: the draft model of each sequence. Sequences without a model, or whose worker fails or is late, have no
+        proposal. Raises WorkerUnreachableError or WorkerRefusedError if all fail. The duration is that of the slowest
+        worker of the draft with the most sequences. `slack`: see `DraftCalls.send`. For the other arguments
+        see `DraftLink.propose`.
         """
         if self._only is not None:
             return await self._only.propose(round_id, [*items], chances(self._only), step_cost, traceparent)
         parts, answers = self._split(round_id, items, models)
-        learns = len(self._ready) > 1
-        proposals, slowest, failures = await self._calls.send(round_id, parts, step_cost, traceparent, learns=learns)
+        speed, learns = step_cost / self.step_times(1), len(self._ready) > 1
+        proposals, slowest, failures = await self._calls.send(
+            round_id, parts, step_cost, traceparent, slack=slack, speed=speed, learns=learns
+        )
         for link, own in proposals.items():
             answers |= self._answers(round_id, link, parts[link], own)
         if failures and not answers:

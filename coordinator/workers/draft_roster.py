@@ -50,7 +50,8 @@ class DraftRoster:
             self._limits = {model: _limits([info for info, _ in ready]) for model, ready in workers.items()}
             for model, limits in self._limits.items():
                 times = [times for _, times in workers[model]]
-                model.max_model_len, model.features = limits.max_model_len, limits.features
+                model.max_model_len, model.max_branches = limits.max_model_len, limits.max_branches
+                model.features = limits.features
                 model.step_times = times[0] if len(times) == 1 else StepTimes.in_parallel(times)
         return [*workers]
 
@@ -69,8 +70,8 @@ class DraftRoster:
 
     @property
     def max_branches(self) -> int:
-        """Maximum branches of a sequence with any model."""
-        return min((self._limits[model].max_branches for model in self.models), default=0)
+        """Maximum branches of a sequence, of any model."""
+        return max((model.max_branches for model in self.models), default=0)
 
     @property
     def features(self) -> FeatureSpec | None:

@@ -114,6 +114,7 @@ class Draft(Worker, Protocol):
         models: Mapping[int, DraftModel | None],
         step_cost: float,
         traceparent: str,
+        slack: float,
     ) -> tuple[list[Proposal], Timed]: ...
 
 

@@ -13,6 +13,8 @@ EQUAL_COVERAGE = 0.99
 MIN_FIDELITY = 0.5
 """Minimum fidelity of a translation. See docs/decisions.md."""
 MEASURED_DRAFT_TOKENS = 4
+MAX_RATIO = 8.0
+"""Maximum number of draft tokens per target token. Each takes a forward pass."""
 TEXT_BYTES = 16 * MEASURED_DRAFT_TOKENS
 """Bytes of following text known to the simulated draft."""
 
@@ -61,7 +63,8 @@ def fidelity(translation: Translation, sample: str = SAMPLE, count: int = MEASUR
 
 def _ratio(translation: Translation, sample: str = SAMPLE) -> float:
     draft_ids = translation.draft.encode(sample.encode())
-    return len(draft_ids) / max(1, len(translation.proposal(draft_ids, (), len(sample.encode()))[0]))
+    count = len(translation.proposal(draft_ids, (), len(sample.encode()))[0])
+    return min(MAX_RATIO, len(draft_ids) / max(1, count))
 
 
 def _special_map(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:

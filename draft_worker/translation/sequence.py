@@ -9,7 +9,7 @@ BORDER_DISTANCE = 16
 """Minimum number of target tokens between two remembered borders."""
 MAX_CHARACTER_BYTES = 4
 MAX_TEXT_BYTES = 512
-"""Bytes of text after which to end an encoding at the next boundary of a token and character."""
+"""Maximum bytes of text to encode together, except up to the end of a token and character, or twice as many."""
 
 
 class TranslatedSequence:
@@ -38,6 +38,10 @@ class TranslatedSequence:
         self._translate(start, new)
         return True
 
+    def num_draft_ids(self, length: int) -> int:
+        """Return the number of the draft's tokens of the first `length` target tokens, up to the last border."""
+        return next(count for border, count in reversed(self._borders) if border <= length)
+
     @property
     def incomplete(self) -> list[int]:
         """The last target tokens, if their text ends inside a character; else empty."""
@@ -60,7 +64,7 @@ class TranslatedSequence:
             draft_id = to_draft.get(token_id)
             if draft_id is None:
                 own = texts.get(token_id, b"")
-                if text and (_is_border(text, own) or (len(text) > MAX_TEXT_BYTES and not num_incomplete(text))):
+                if text and (_is_border(text, own) or _is_long(text)):
                     self._flush(index)
                 text += own
                 continue
@@ -86,3 +90,7 @@ class TranslatedSequence:
 def _is_border(before: bytes | bytearray, after: bytes) -> bool:
     """Whether a word ends and a space follows. No tokenizer merges across such a border."""
     return after[:1] == b" " and not before[-1:].isspace()
+
+
+def _is_long(text: bytes | bytearray) -> bool:
+    return len(text) > MAX_TEXT_BYTES and (len(text) > 2 * MAX_TEXT_BYTES or not num_incomplete(text))

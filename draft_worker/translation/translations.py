@@ -1,12 +1,12 @@
 """Translations of a draft worker, one per tokenizer of its coordinators' targets."""
 
+import asyncio
 import hashlib
 import json
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 MAX_TRANSLATIONS = 4
 """Maximum number of translations and remembered refusals together. A translation takes up to about 100 MiB."""
 IDLE_SECONDS = 3600.0
-"""Idle time after which a translation is freed. Its coordinator then asks again."""
+"""Translations that no round has used for this long are freed. Their coordinators ask again."""
+MIN_IDLE_SECONDS = 60.0
+"""The same, if another coordinator needs the place."""
 
 
 @dataclass
@@ -33,39 +35,42 @@ class _Entry:
 
 
 class Translations:
-    """Builds and caches translations. Thread-safe."""
+    """Builds and keeps translations."""
 
     def __init__(
         self,
         draft: TokenizerFiles,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
-        vet: Callable[[TokenizerFiles, int], None] = vet,
+        vet: Callable[[TokenizerFiles, int], Awaitable[None]] = vet,
     ) -> None:
         """`vet`: raises UnsupportedTokenizerError for a tokenizer that is not safe to read in this process."""
         self._files, self._vocab_size, self._clock, self._vet = draft, vocab_size, clock, vet
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
+        self._building = asyncio.Lock()
 
     @cached_property
     def _draft(self) -> Vocabulary:
         return _read("draft", self._files, self._vocab_size)
 
-    def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
-        """Return the id of the translation for a target's tokenizer, and the translation or the reason for refusing it.
+    async def use(self, target: TokenizerFiles, vocab_size: int) -> tuple[str, Translation | str]:
+        """Return the id of the translation for a target's tokenizer, and the translation or why there is none.
 
         The first call for a tokenizer takes seconds. Raises UnavailableError if too many translations are in use.
         """
         translation_id = _id_of(target, vocab_size)
-        with self._lock:  # builds one translation at a time
+        async with self._building:  # one at a time: others wait
             if (known := self._entries.get(translation_id)) is None:
                 self._make_room()
-                known = self._entries[translation_id] = _Entry(self._build(target, vocab_size), 0.0)
-            self._touch(translation_id, known)
+                known = _Entry(await self._build(target, vocab_size), self._clock())
+                with self._lock:
+                    self._entries[translation_id] = known
+            known.used = self._clock()
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
-        """Return a translation. Raises NotFoundError if it has been freed; the coordinator then asks again."""
+        """Return a translation, any thread. Raises NotFoundError if it has been freed: its coordinator asks again."""
         entry = self._entries.get(translation_id)
         if entry is None or isinstance(entry.result, str):
             raise NotFoundError("translation_id: call UseTokenizer first")
@@ -73,35 +78,30 @@ class Translations:
         return entry.result
 
     def expire(self) -> None:
-        """Free idle translations."""
-        if self._lock.acquire(blocking=False):  # a build may hold the lock for seconds
-            try:
-                for translation_id in [each for each, entry in self._entries.items() if self._is_idle(entry)]:
-                    del self._entries[translation_id]
-            finally:
-                self._lock.release()
+        """Free the translations that are not in use, any thread."""
+        with self._lock:
+            for translation_id in [each for each, entry in self._entries.items() if self._idle(entry) > IDLE_SECONDS]:
+                del self._entries[translation_id]
 
-    def _touch(self, translation_id: str, entry: _Entry) -> None:
-        entry.used = self._clock()
-        self._entries.move_to_end(translation_id)
-
-    def _is_idle(self, entry: _Entry) -> bool:
-        return self._clock() - entry.used > IDLE_SECONDS
+    def _idle(self, entry: _Entry) -> float:
+        return self._clock() - entry.used
 
     def _make_room(self) -> None:
-        """If full, remove an idle translation or a refusal. Raises UnavailableError if there is none."""
-        if len(self._entries) < MAX_TRANSLATIONS:
-            return
-        free = (each for each, entry in self._entries.items() if isinstance(entry.result, str) or self._is_idle(entry))
-        if (oldest := next(free, None)) is None:
-            raise UnavailableError(f"all {MAX_TRANSLATIONS} translations are in use")
-        del self._entries[oldest]
+        """Free a refusal or else an idle translation if there are too many."""
+        with self._lock:
+            if len(self._entries) < MAX_TRANSLATIONS:
+                return
+            refusals = {each: entry for each, entry in self._entries.items() if isinstance(entry.result, str)}
+            oldest, entry = min((refusals or self._entries).items(), key=lambda item: item[1].used)
+            if not refusals and self._idle(entry) <= MIN_IDLE_SECONDS:
+                raise UnavailableError(f"{MAX_TRANSLATIONS} translations are in use, the maximum")
+            del self._entries[oldest]
 
-    def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
+    async def _build(self, target: TokenizerFiles, vocab_size: int) -> Translation | str:
         began = time.perf_counter()
         try:
-            self._vet(target, vocab_size)
-            translation, fidelity = build_translation(_read("target", target, vocab_size), self._draft, vocab_size)
+            await self._vet(target, vocab_size)
+            translation, fidelity = await asyncio.to_thread(self._translation, target, vocab_size)
         except UnsupportedTokenizerError as error:
             log.warning("cannot translate between the tokenizers: %s", error)
             return str(error)
@@ -111,6 +111,9 @@ class Translations:
             translation.method, 100 * translation.coverage, 100 * fidelity, time.perf_counter() - began,
         )  # fmt: skip
         return translation
+
+    def _translation(self, target: TokenizerFiles, vocab_size: int) -> tuple[Translation, float]:
+        return build_translation(_read("target", target, vocab_size), self._draft, vocab_size)
 
 
 def _read(model: str, files: TokenizerFiles, vocab_size: int) -> Vocabulary:

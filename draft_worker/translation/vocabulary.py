@@ -3,6 +3,7 @@
 Tokens are bytes rather than text, because a character may span several tokens.
 """
 
+import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from specpool.protocol.tokenizer import TokenizerFiles
 MAX_DEPTH = 8
 """Maximum depth of nested decoders, normalizers and pre-tokenizers."""
 MAX_TOKEN_BYTES = 1024
+MAX_ENTRIES = 2**20
+"""Maximum number of tokens and merges. Reading more takes seconds, in which no other thread runs."""
+MAX_GROWTH = 256
+"""How many times longer a normalizer may make a text."""
 METASPACE = "▁"
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
@@ -30,8 +35,10 @@ class UnsupportedTokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer."""
+    """A tokenizer's tokens, without those outside the model's vocabulary."""
 
+    vocab_size: int
+    """The model's, often larger or smaller than the tokenizer's."""
     texts: dict[int, bytes]
     """Bytes of each token, except special tokens."""
     special_ids: dict[str, int]
@@ -50,9 +57,15 @@ class Vocabulary:
         try:
             description = json.loads(files.tokenizer_json)
             kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
+            _check_size(description["model"])
+            _check_growth(_steps(description["normalizer"], "normalizers"))
             tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
             prefix = tokenizer.encode("").ids
             _drop_prefix(tokenizer, description)
+        except UnsupportedTokenizerError:
+            raise
         except RecursionError:
             raise UnsupportedTokenizerError("it is nested too deeply") from None
         except MemoryError:
@@ -64,6 +77,8 @@ class Vocabulary:
         texts = dict[int, bytes]()
         byte_ids = dict[int, int]()
         for token, token_id in tokenizer.get_vocab().items():
+            if token_id >= vocab_size:
+                continue
             if token_id in added:
                 text = added[token_id].content.encode(errors="replace")
             else:
@@ -73,20 +88,37 @@ class Vocabulary:
             if len(text) > MAX_TOKEN_BYTES:
                 reason = f"it has a token of {len(text)} bytes, more than {MAX_TOKEN_BYTES}"
                 raise UnsupportedTokenizerError(reason)
-            if text and token not in special and token_id < vocab_size:
+            if text and token not in special:
                 texts[token_id] = text
+        special = {text: token_id for text, token_id in special.items() if token_id < vocab_size}
+        eos = tuple(token_id for token_id in files.eos_token_ids if token_id < vocab_size)
         bos = special.get(files.special_tokens.get("bos_token", ""))
         known_prefix = tuple(prefix) if set(prefix) <= {bos} else ()
-        return cls(texts, special, files.eos_token_ids, bos, known_prefix, byte_ids, tokenizer)
+        return cls(vocab_size, texts, special, eos, bos, known_prefix, byte_ids, tokenizer)
 
     def encode(self, text: bytes) -> list[int]:
-        """Return the tokens of a text that continues another text. Invalid UTF-8 becomes single-byte tokens."""
+        """Return the tokens of a text that continues another one.
+
+        Invalid UTF-8, and text that the tokenizer rejects, becomes tokens of single bytes.
+        """
         token_ids: list[int] = []
         for valid, invalid in _pieces(text):
             if valid:
-                token_ids += self.tokenizer.encode(valid, add_special_tokens=False).ids
-            token_ids += [self.byte_ids[byte] for byte in invalid if byte in self.byte_ids]
+                token_ids += self._encode(valid)
+            token_ids += self._single(invalid)
         return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except BaseException:  # the library has no narrower class, and its panics are no exceptions
+            return self._single(text.encode())
+        return [token_id for token_id in token_ids if token_id < self.vocab_size]
+
+    def _single(self, text: bytes) -> list[int]:
+        return [self.byte_ids[byte] for byte in text if byte in self.byte_ids]
 
 
 def num_incomplete(text: bytes | bytearray) -> int:
@@ -134,6 +166,27 @@ def _bytes_of(token: str, kinds: list[str]) -> bytes:
     raise UnsupportedTokenizerError(f"its decoder ({', '.join(kinds) or 'none'}) does not map tokens to bytes")
 
 
+def _check_size(model: dict[str, Any]) -> None:
+    if (size := len(model["vocab"]) + len(model.get("merges", ()))) > MAX_ENTRIES:
+        raise UnsupportedTokenizerError(f"it has {size} tokens and merges, more than {MAX_ENTRIES}")
+
+
+def _check_growth(normalizers: list[dict[str, Any]]) -> None:
+    """Raise UnsupportedTokenizerError if normalizers may make a text much longer: a short one could fill the memory."""
+    growth = 1
+    for step in normalizers:
+        if step["type"] == "Replace":
+            replaced = step["pattern"].get("String")
+            growth *= max(1, len(step["content"]) + (not replaced))  # other patterns match between characters, too
+        elif step["type"] == "Precompiled":
+            charsmap = base64.b64decode(step["precompiled_charsmap"])
+            texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+            growth *= max(map(len, texts.split(b"\0")))
+    if growth > MAX_GROWTH:
+        reason = f"its normalizers may make a text {growth} times longer, more than {MAX_GROWTH}"
+        raise UnsupportedTokenizerError(reason)
+
+
 def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:
     """Stop a tokenizer from adding a leading space and special tokens. Encode special tokens as plain text."""
     normalizers = [step for step in _steps(description["normalizer"], "normalizers") if step["type"] != "Prepend"]
@@ -151,6 +204,4 @@ def _drop_prefix(tokenizer: Tokenizer, description: dict[str, Any]) -> None:
     tokenizer.normalizer = changed.normalizer if normalizers else None
     tokenizer.pre_tokenizer = changed.pre_tokenizer if splits else None
     tokenizer.post_processor = None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

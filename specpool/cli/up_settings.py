@@ -160,7 +160,7 @@ class UpSettings(ListeningSettings):
         if self.draft_share is not None and self.draft_canary is None:
             raise ValueError("draft_share needs --draft-canary")
         if unknown := read_shares(self.draft_share or "").keys() - {*DRAFT_NAMES}:
-            raise ValueError(f"draft_share: no draft is named {min(unknown)}; use current or canary")
+            raise ValueError(f"draft_share: the drafts are named {CURRENT} and {CANARY}, not {min(unknown)}")
         if self.record_share is not None and self.record is None:
             raise ValueError("record_share needs --record, the directory for the answers")
         self._check_ports()

@@ -40,6 +40,8 @@ PLAN_ROUNDS = 8
 SMALL_LAG = 4 * MAX_DRAFT_LAG
 # Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
 STATES_BEFORE_TRIAL = PLAN_ROUNDS // 2
+# Rounds with branches until one without, if some drafts cannot branch: they must show what they are worth.
+ROUNDS_WITH_BRANCHES = 32
 
 
 class DraftOptions(NamedTuple):
@@ -54,6 +56,10 @@ class DraftOptions(NamedTuple):
     """Rounds over which to spread the cost of catching up."""
     lookup: Lookup = NO_LOOKUP
     """Draft tokens of the most promising source."""
+    can_branch: bool = True
+    """Whether the draft worker can draft branches."""
+    is_main: bool = True
+    """Whether no other draft model has more sequences in the round."""
 
     @property
     def can_use_model(self) -> bool:
@@ -83,6 +89,8 @@ class DraftLengths:
     """Sequences that drafted in a trial in their last round. Their next round verifies the drafts."""
     _allowed_last: tuple[object, ...] = ()
     """Last round's permissions (model, paused lookups, trials only) and branch limit."""
+    _with_branches: int = 0
+    """Rounds with branches since some draft that cannot branch could draft."""
     _is_new: bool = False
     """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True
@@ -136,13 +144,21 @@ class DraftLengths:
             self.plan, self._age = self._best_plan(options), 0
             self.branches = self._best_branches(options, batch, max_branches)
         plans = self._planned(options, batch)
-        if self.branches.num_branches and not self.measures_plain:
+        if self.branches.num_branches and not self.measures_plain and not self._is_turn_of_others(options):
             plans = {i: self._plan_branches(i, option, plans[i]) for i, option in options.items()}
         elif not self.plan.steps and not self.measures_plain:
             self._run_trials(plans, options, batch, max_branches, tried)
         if self.uses_model:
             self._trial_in = 0
         return plans
+
+    def _is_turn_of_others(self, options: Mapping[int, DraftOptions]) -> bool:
+        """Whether to draft before the verification instead, for the drafts that cannot branch."""
+        self._with_branches += any(option.can_use_model and not option.can_branch for option in options.values())
+        if self._with_branches <= ROUNDS_WITH_BRANCHES or not self.plan.steps:
+            return False
+        self._with_branches = 0
+        return True
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences that have ended."""
@@ -216,7 +232,7 @@ class DraftLengths:
 
     def _best_branches(self, options: Mapping[int, DraftOptions], sequences: int, max_branches: int) -> BranchPlan:
         """The fastest plan for branches; empty if drafting before the verification, or not at all, is as fast."""
-        drafting = [i for i, option in options.items() if option.can_use_model]
+        drafting = [i for i, option in options.items() if option.can_use_model and option.can_branch]
         if not drafting or not max_branches or self._is_new:
             return BranchPlan()
         rate = sum(map(self.acceptance.rate, drafting)) / len(drafting)
@@ -229,7 +245,7 @@ class DraftLengths:
     def _plan_branches(self, sequence_id: int, options: DraftOptions, plan: DraftPlan) -> DraftPlan:
         """Draft branches. Verify the profitable tokens of the matching branch, or the lookup if no branch matches."""
         branches, rate = self.branches, self.acceptance.rate(sequence_id)
-        if not options.can_use_model:
+        if not options.can_use_model or not options.can_branch:
             return plan
         length = max(1, profitable_length(rate, [branches.row] * branches.length))
         num_draft_tokens = min(length, options.max_num_draft_tokens)
@@ -262,7 +278,7 @@ class DraftLengths:
         If possible, draft branches, which cost less time. The next round verifies them, and belongs to the trial. So
         does the round that verifies an own draft.
         """
-        num_branches = min(2, max_branches)
+        num_branches = min(2, max_branches) * all(option.can_branch for option in options.values())
         is_own = self.costs.has_own_draft
         takes_two = num_branches > 0 or is_own
         if takes_two and (again := [i for i in tried_last if options[i].can_use_model]):
@@ -276,6 +292,8 @@ class DraftLengths:
         if not self._has_model:
             self._trial_in = 0
         if lags := {i: option.draft_lag for i, option in idle.items() if option.has_model}:
+            if min(lags.values()) > SMALL_LAG:  # one draft represents all of them
+                lags = {i: lag for i, lag in lags.items() if idle[i].is_main} or lags
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.
             tried = [i for i, lag in lags.items() if lag <= min_lag + 1][: None if min_lag <= SMALL_LAG else 1]

@@ -76,6 +76,8 @@ class DraftModel:
     """Unique among the drafts of a target worker."""
     model: str = ""
     max_model_len: int = 0
+    max_branches: int = 0
+    """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
     features: FeatureSpec | None = None
     """Hidden states of the target that the draft reads."""
     step_times: StepTimes = field(default_factory=lambda: StepTimes(UNKNOWN_DRAFT))

@@ -145,19 +145,22 @@ def bandit_shares(models: Sequence[DraftModel], speeds: Speeds) -> dict[DraftMod
 
 
 def _bounded(shares: dict[DraftModel, float], best: DraftModel, speeds: Speeds) -> dict[DraftModel, float]:
-    """Apply a minimum share to worse drafts and a maximum to new ones. Proven drafts take the rest."""
+    """Shares with a minimum for the worse drafts, and a maximum for new ones. The proven drafts take the rest.
+
+    Before any is proven, such as after a restart, the first one does.
+    """
     total = sum(shares.values())
     shares = {model: share / total for model, share in shares.items()}
     proven = [model for model in shares if model.evidence.samples >= NEW_SAMPLES]
+    taking = proven or [*shares][:1]
     for model in shares:
         if model is not best:
             affordable = EXPLORATION_LOSS / (max(1e-9, speeds.loss(model, best)) * (len(shares) - 1))
             smallest = min(MAX_MIN_SHARE, max(MIN_SHARE, affordable / 2))
             largest = affordable if model in proven else 1.0
             shares[model] = max(smallest, min(largest, shares[model]))
-        if model not in proven and proven:
+        if model not in taking:
             shares[model] = min(shares[model], NEW_SHARE)
-    taking = proven or list(shares)
     rest = 1 - sum(share for model, share in shares.items() if model not in taking)
     total = sum(shares[model] for model in taking)
     return {model: share * rest / total if model in taking else share for model, share in shares.items()}

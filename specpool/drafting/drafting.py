@@ -1,5 +1,6 @@
 """Draft planning: plans each round, and learns acceptance rates and costs from its results. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
@@ -129,8 +130,10 @@ class Drafting:
         lookups = {s.sequence_id: self._look_up(s) for s in drafting}
         adaptive = [sequence for sequence in drafting if sequence.request.adaptive]
         rests = bool(adaptive) and self.lengths.rests(len(adaptive))
+        counts = Counter(s.draft.model for s in drafting if s.draft.model is not None)
+        main = max(counts, key=counts.__getitem__, default=None)
         options = {
-            s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id])
+            s.sequence_id: self._options(s, worker, lookups[s.sequence_id], limits[s.sequence_id], main)
             for s in drafting
             if not rests or lookups[s.sequence_id].token_ids or not s.request.adaptive
         }
@@ -185,8 +188,10 @@ class Drafting:
     def observe_seconds(self, outcome: RoundOutcome[Commit], seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
 
-        `batch`: sequences of both groups if two overlap. A plain round would contain all of them.
+        `batch`: sequences of both groups if two overlap. A plain round would contain all of them. Waiting for other
+        drafts than the main one is bounded elsewhere, and says nothing about the main draft.
         """
+        seconds -= outcome.waited
         overlaps = batch is not None and batch > len(outcome.verify_items)
         if not outcome.is_comparable or (overlaps and outcome.method is None):
             return
@@ -227,7 +232,8 @@ class Drafting:
         if not outcome.called_draft:
             costs.observe_plain(seconds - verified.forward - verified.realign - verified.draft)
         elif outcome.ahead_seconds is not None and costs.ahead_exchange is not None:
-            costs.observe_ahead(outcome.ahead_seconds - sum(call.timed.forward for call in outcome.draft_calls))
+            calls = sum(call.timed.forward + call.timed.waited for call in outcome.draft_calls)
+            costs.observe_ahead(outcome.ahead_seconds - calls)
         else:
             elapsed = [timed.elapsed for timed in outcome.calls]
             costs.observe_scheduling(seconds - (max(elapsed) if outcome.drafted_ahead else sum(elapsed)))
@@ -268,13 +274,19 @@ class Drafting:
         limit = sequence.max_num_lookup_tokens
         return self.sources.propose(sequence, limit + sequence.num_pending_tokens if limit > 0 else 0)
 
-    def _options(self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int) -> DraftOptions:
+    def _options(
+        self, sequence: Sequence, worker: DraftWorker | None, lookup: Lookup, limit: int, main: DraftModel | None
+    ) -> DraftOptions:
+        """`main`: the draft model with the most sequences."""
+        model = sequence.draft.model
         return DraftOptions(
             max_num_draft_tokens=limit,
             has_model=_can_draft(sequence, worker),
             draft_lag=max(0, len(sequence.token_ids) - sequence.draft.start - MAX_DRAFT_LAG),
             catch_up_rounds=max(1, limit),
             lookup=lookup.after(sequence.num_pending_tokens),
+            can_branch=model is None or model.max_branches > 0,
+            is_main=model in (None, main),
         )
 
     def _allows_forced_tokens(self, constrained: int, batch: int) -> bool:

@@ -28,16 +28,24 @@ def plan_fixed(
         num_draft_tokens = k if option.has_model and not prefers_lookup else 0
         plans[i] = DraftPlan(num_draft_tokens, lookup_ids=option.lookup.token_ids[:k])
     drafted = {i: plan.num_draft_tokens for i, plan in plans.items() if plan.num_draft_tokens}
-    if drafted and max_branches:
-        branches = lengths.branches if is_mixed else _branches(lengths, drafted, sequences, max_branches)
-        plans |= {i: plans[i]._replace(num_branches=branches.num_branches) for i in drafted}
+    branching = [i for i in drafted if options[i].can_branch]
+    if branching and max_branches:
+        branches = lengths.branches
+        if not is_mixed:
+            branches = _branches(lengths, drafted, len(branching), sequences, max_branches)
+        plans |= {i: plans[i]._replace(num_branches=branches.num_branches) for i in branching}
     return plans
 
 
-def _branches(lengths: DraftLengths, drafted: Mapping[int, int], sequences: int, max_branches: int) -> BranchPlan:
-    """The fastest plan for branches; empty if drafting before the verification is as fast."""
+def _branches(
+    lengths: DraftLengths, drafted: Mapping[int, int], branching: int, sequences: int, max_branches: int
+) -> BranchPlan:
+    """The fastest plan for branches; empty if drafting before the verification is as fast.
+
+    `branching`: number of sequences that may have branches.
+    """
     k, rate = max(drafted.values()), sum(map(lengths.acceptance.rate, drafted)) / len(drafted)
     gained = sum(expected_tokens(rate, each) - 1 for each in drafted.values())
     in_turn = lengths.costs.seconds(sequences, [sum(each > j for each in drafted.values()) for j in range(k)])
-    best = lengths.branching.best(sequences, len(drafted), rate, max_branches, range(k, k + 1))
+    best = lengths.branching.best(sequences, branching, rate, max_branches, range(k, k + 1))
     return best if best.speed * in_turn > sequences + gained else BranchPlan()

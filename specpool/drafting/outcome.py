@@ -95,6 +95,13 @@ class RoundOutcome(Generic[C_co]):
         return sum(len(commit.token_ids) for commit in self.commits)
 
     @property
+    def waited(self) -> float:
+        """Seconds that the round lasted longer because it waited for other drafts than the main one."""
+        hidden = self.verified.forward if self.drafted_ahead else 0.0
+        ends = ((call.timed.elapsed, call.timed.waited) for call in self.draft_calls)
+        return sum(max(end + waited, hidden) - max(end, hidden) for end, waited in ends)
+
+    @property
     def calls(self) -> list[Timed]:
         """Durations of the calls to both workers."""
         return [self.verified, *(call.timed for call in self.draft_calls)]

@@ -1,9 +1,13 @@
 """Rounds in the target's tokens, served by a draft with the same weights and other token ids."""
 
+import asyncio
+import json
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from other_tokenizers import byte_level, files_of, permute_vocabulary, save_tiny
@@ -14,12 +18,18 @@ from draft_worker.translating import TranslatingProposer
 from draft_worker.translation import vetting
 from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.translation import Translation
-from draft_worker.translation.translations import IDLE_SECONDS, MAX_TRANSLATIONS, Translations
+from draft_worker.translation.translations import (
+    IDLE_SECONDS,
+    MAX_TRANSLATIONS,
+    MIN_IDLE_SECONDS,
+    Translations,
+)
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, ProposeRound
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import VOCAB_SIZE, byte_tokenizer
 
+SLOW_SPLIT = {"type": "Split", "pattern": {"Regex": "(a|aa){18}(?!.)"}, "behavior": "Isolated", "invert": False}
 PROMPT = [*b"The quick brown fox \xf0\x9f\x8e"]
 
 
@@ -28,12 +38,14 @@ class Rounds:
 
     def __init__(self, proposer: TranslatingProposer, files: TokenizerFiles, vocab_size: int) -> None:
         self.proposer, self.round_id = proposer, 0
-        self.translation_id, self.translation = proposer.translations.use(files, vocab_size)
+        self.translation_id, self.translation = asyncio.run(proposer.translations.use(files, vocab_size))
         assert isinstance(self.translation, Translation)
 
-    def propose(self, base: int, token_ids: Sequence[int], k: int = 4, round_id: int | None = None) -> Proposal:
+    def propose(
+        self, base: int, token_ids: Sequence[int], k: int = 4, round_id: int | None = None, **fields: Any
+    ) -> Proposal:
         self.round_id += 1
-        item = ProposeItem(1, base, tuple(token_ids), num_draft_tokens=k, min_chance=1e-9)
+        item = ProposeItem(1, base, tuple(token_ids), num_draft_tokens=k, min_chance=1e-9, **fields)
         number = self.round_id if round_id is None else round_id
         ((proposal,),) = self.proposer.serve([ProposeRound("c", number, [item], translation_id=self.translation_id)])
         return proposal
@@ -83,6 +95,19 @@ def test_a_lost_or_shorter_sequence_is_a_cache_miss(permuted: Rounds) -> None:
     assert permuted.propose(end, [1]).status is ItemStatus.CACHE_MISS
 
 
+def test_a_prefix_that_is_no_longer_cached_is_a_cache_miss(permuted: Rounds) -> None:
+    prompt, engine = [*b"The quick brown fox jumps over the lazy dog, and runs away."], permuted.proposer.engine
+    fields, before = {"cache_namespace": b"n", "expected_prefix_length": 48}, engine.tokens
+    assert permuted.propose(0, prompt, **fields).status is ItemStatus.CACHE_MISS
+    assert engine.tokens == before
+    first = permuted.propose(0, prompt, cache_namespace=b"n")
+    permuted.proposer.release("c", None)
+    before = engine.tokens
+    assert permuted.propose(0, prompt, **fields).draft_token_ids == first.draft_token_ids
+    assert engine.tokens - before < len(prompt) - engine.slots.tables.page_size + 4
+    engine.slots.check_integrity()
+
+
 def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> None:
     target, draft = byte_level(900), byte_level(300)
     engine = load_engine(save_tiny(tmp_path / "draft", draft), exact=False, max_model_len=64)
@@ -100,41 +125,88 @@ def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> No
         rounds.propose(0, [4] * 65)
 
 
-def test_translations_are_kept_while_they_are_used() -> None:
+async def trusted(files: TokenizerFiles, vocab_size: int) -> None:
+    """Vet nothing."""
+
+
+async def test_translations_are_kept_while_they_are_used() -> None:
     now = 0.0
-    translations = Translations(files_of(byte_level(300)), 300, lambda: now, vet=lambda files, vocab_size: None)
-    ids = [translations.use(files_of(byte_level(size)), size)[0] for size in range(310, 310 + MAX_TRANSLATIONS)]
+    translations = Translations(files_of(byte_level(300)), 300, lambda: now, vet=trusted)
+
+    async def use(size: int) -> str:
+        return (await translations.use(files_of(byte_level(size)), size))[0]
+
+    ids = [await use(size) for size in range(310, 310 + MAX_TRANSLATIONS)]
     with pytest.raises(UnavailableError, match="4 translations are in use"):
-        translations.use(files_of(byte_level(400)), 400)
-    now = IDLE_SECONDS
+        await use(400)
+    now = MIN_IDLE_SECONDS + 1
+    for translation_id in (ids[0], *ids[2:]):
+        translations.get(translation_id)
+    ids[1:2] = [await use(400)]  # in the place of the only idle one
+    for translation_id in ids:
+        translations.get(translation_id)
+    with pytest.raises(UnavailableError):
+        await use(410)
+    now += IDLE_SECONDS
     translations.get(ids[0])
     now += 1
-    other, _ = translations.use(files_of(byte_level(400)), 400)
     translations.expire()
-    for translation_id in (ids[0], other):
-        translations.get(translation_id)
+    translations.get(ids[0])
     for translation_id in (*ids[1:], "unknown"):
         with pytest.raises(NotFoundError, match="call UseTokenizer"):
             translations.get(translation_id)
 
 
-def test_refusals_are_remembered_but_make_room() -> None:
-    translations = Translations(files_of(byte_level(300)), 300, vet=lambda files, vocab_size: None)
+async def test_refusals_are_remembered_but_make_room() -> None:
+    translations = Translations(files_of(byte_level(300)), 300, vet=trusted)
+    used, _ = await translations.use(files_of(byte_level(310)), 310)
     for size in range(2 * MAX_TRANSLATIONS):
-        translation_id, reason = translations.use(TokenizerFiles(b"{}" + b" " * size, "", {}, ()), 300)
+        translation_id, reason = await translations.use(TokenizerFiles(b"{}" + b" " * size, "", {}, ()), 300)
         assert str(reason).startswith("the target's tokenizer is not supported: it cannot be read")
         with pytest.raises(NotFoundError):
             translations.get(translation_id)
+    translations.get(used)
+
+
+async def test_a_call_that_ends_takes_its_process_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    program = "import os, sys, time, pathlib; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+    monkeypatch.setattr(vetting, "COMMAND", [sys.executable, "-c", program, str(begun)])
+    translations = Translations(files_of(byte_level(300)), 300)
+    calls = [
+        asyncio.create_task(translations.use(TokenizerFiles(b" " * size, "", {}, ()), 300)) for size in range(1, 9)
+    ]
+    while not (begun.exists() and begun.read_text()):  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.01)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
+    monkeypatch.setattr(vetting, "COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
+    assert (await translations.use(TokenizerFiles(b"{}", "", {}, ()), 300))[1] == ""  # nobody is in the way
+
+
+async def test_a_busy_machine_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    translations, files = Translations(files_of(byte_level(300)), 300), files_of(byte_level(310))
+    with monkeypatch.context() as patch:
+        patch.setattr(vetting, "PATIENCE", 0)
+        with pytest.raises(UnavailableError, match="too little processor time"):
+            await translations.use(files, 310)
+    assert isinstance((await translations.use(files, 310))[1], Translation)
 
 
 def refusal(tokenizer_json: bytes) -> str:
-    return str(Translations(files_of(byte_level(300)), 300).use(TokenizerFiles(tokenizer_json, "", {}, ()), 300)[1])
+    translations = Translations(files_of(byte_level(300)), 300)
+    return str(asyncio.run(translations.use(TokenizerFiles(tokenizer_json, "", {}, ()), 300))[1])
 
 
 def test_a_process_with_limits_reads_the_tokenizer_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(b"{}").startswith("it cannot be read")
     whole = files_of(byte_level(300)).tokenizer_json
     assert refusal(whole).startswith("Translation(")
+    slow = json.loads(whole) | {"pre_tokenizer": SLOW_SPLIT}
+    assert re.search(r"^encoding 4407 bytes takes \d+\.\d s, more than 0\.5 s", refusal(json.dumps(slow).encode()))
     with monkeypatch.context() as patch:
         patch.setattr(vetting, "MEMORY", 0)
         patch.setattr(vetting, "MEMORY_PER_BYTE", 1)

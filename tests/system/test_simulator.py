@@ -84,6 +84,36 @@ def test_wrong_predictions_barely_delay_other_clients(
     assert seconds(is_wrong=True) < 1.1 * seconds(is_wrong=False)
 
 
+@pytest.mark.parametrize(
+    ("share", "step_seconds", "agreement"), [("new=0.1", 0.001, 0.0), ("new=0.1", 0.03, 0.8), (None, 0.008, 0.0)]
+)
+def test_a_bad_canary_costs_little_more_than_its_own_drafts(
+    share: str | None, step_seconds: float, agreement: float
+) -> None:
+    """Whether its tokens are wrong or it is many times slower than the draft in use."""
+
+    def seconds(canary: WorkerSetup | None) -> float:
+        workers = [
+            WorkerSetup("target", "10.0.0.1:1", 16, 160, 16 * 160, "cuda:0", 0.01, 0.0001),
+            WorkerSetup("draft", "10.0.0.1:11", 16, 160, 16 * 160, "cuda:1", 0.001, 0.00002, name="current"),
+        ]
+        workers += [] if canary is None else [canary]
+        requests = [
+            Request(0.0, f"request-{number}", tuple(range(number, number + 20)), 60, method="model")
+            for number in range(96)
+        ]
+        settings = {"max_num_seqs": 16, "overlap": "on", "draft_share": share if canary else None}
+        result = simulate(Scenario(1, ToyPair(0.8, 0.0), tuple(workers), settings, tuple(requests)))
+        assert not result.violations
+        return sum(result.seconds.values())
+
+    canary = WorkerSetup(
+        "draft", "10.0.0.1:12", 16, 160, 16 * 160, "cuda:1", step_seconds, step_seconds / 50,
+        weights=("another",), name="new", agreement=agreement,
+    )  # fmt: skip
+    assert seconds(canary) < 1.25 * seconds(None)
+
+
 @pytest.mark.slow
 def test_failing_scenario_shrinks() -> None:
     with BUGS["a skipped round check"]():

@@ -93,3 +93,15 @@ async def test_draft_tokens_outside_the_vocabulary_are_dropped() -> None:
     async with serving(target, Liar(target)) as served:
         response = await served.expect(make_request(max_tokens=32, k=4, method=pb.DRAFT_METHOD_MODEL))
         assert response.speculative_decoding.num_draft_tokens == 0
+
+
+async def test_a_draft_that_lies_about_its_tokenizer_soon_drafts_little() -> None:
+    """It claims the target's, so nothing is translated, and all of its tokens are wrong."""
+    target = RecordingTarget(pass_seconds=lambda rows: 0.004)
+    draft = RecordingDraft(target, acceptance=0.0, pass_seconds=lambda rows: 0.001)
+    async with serving(target, draft, num_speculative_tokens=None) as served:
+        for _ in range(12):
+            await served.expect(make_request(max_tokens=64, method=pb.DRAFT_METHOD_MODEL))
+        (state,) = (await served.info()).drafts
+    assert (draft.tokenizers, state.accepted_draft_tokens) == ([], 0)
+    assert 0 < state.draft_tokens < state.completion_tokens / 10

@@ -1,6 +1,8 @@
 """Translations between tokenizers of other kinds and sizes."""
 
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,10 @@ from other_tokenizers import byte_level, sentence_piece, vocabulary_of
 from tiny_tokenizers import ascii_tokenizer
 from tokenizers import Regex, Tokenizer, normalizers
 
+from draft_worker.translation import building
 from draft_worker.translation.building import build_translation
 from draft_worker.translation.sample import SAMPLE
-from draft_worker.translation.sequence import TranslatedSequence
+from draft_worker.translation.sequence import MAX_TEXT_BYTES, TranslatedSequence
 from draft_worker.translation.translation import Translation
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, num_incomplete
 
@@ -47,7 +50,7 @@ def test_a_sequence_has_the_same_bytes_in_both_tokenizers(
         expected = TranslatedSequence(translation)
         expected.extend(0, before)
         assert bytes_of(translation.draft.texts, sequence.draft_ids) == bytes_of(translation.target.texts, before)
-        assert bytes_of(translation.draft.texts, expected.draft_ids) == bytes_of(translation.target.texts, before)
+        assert sequence.draft_ids == expected.draft_ids
     assert not sequence.extend(len(before) + 1, [3])
 
 
@@ -110,6 +113,25 @@ def test_a_word_is_not_encoded_twice() -> None:
     for token_id in token_ids:
         sequence.extend(len(sequence.target_ids), [token_id])
     assert sequence.draft_ids == whole
+
+
+def test_text_that_never_completes_a_character_is_translated_in_pieces() -> None:
+    translation = translation_of(LARGE, UNIGRAM)
+    lead, encoded = translation.target.byte_ids[0xF0], list[int]()
+    draft = SimpleNamespace(prefix=(), encode=lambda text: [encoded.append(len(text)), *text][1:])
+    sequence = TranslatedSequence(replace(translation, draft=draft))  # type: ignore[arg-type]
+    for _ in range(8):
+        sequence.extend(len(sequence.target_ids), [lead] * 512)
+    assert len(sequence.draft_ids) == 8 * 512
+    assert max(encoded) <= 2 * MAX_TEXT_BYTES + 1
+
+
+def test_a_target_token_has_a_bounded_number_of_draft_tokens() -> None:
+    whole = Tokenizer.from_str(LARGE.to_str())
+    whole.normalizer = normalizers.Replace(Regex("[^ ]+"), "a")
+    target = vocabulary_of(whole)
+    translation = Translation("retokenized", target, vocabulary_of(SMALL), {}, {}, 0.0, 900)
+    assert building._ratio(translation, "a" * 2000) <= building.MAX_RATIO
 
 
 def test_a_lossy_draft_is_refused() -> None:

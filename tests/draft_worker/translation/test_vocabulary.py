@@ -1,6 +1,8 @@
 """Tokens as bytes, for every kind of tokenizer, and the encoding of bytes."""
 
+import base64
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +12,7 @@ from other_tokenizers import byte_level, files_of, sentence_piece, vocabulary_of
 from tiny_tokenizers import WORDPIECE
 from tokenizers import Tokenizer
 
+from draft_worker.translation.sample import SAMPLE
 from draft_worker.translation.vocabulary import UnsupportedTokenizerError, Vocabulary, num_incomplete
 from specpool.protocol.tokenizer import TokenizerFiles
 
@@ -45,6 +48,29 @@ def test_incomplete_characters_are_counted(text: str, cut: int) -> None:
     assert complete.decode() in text.encode(errors="replace").decode()
 
 
+def test_tokens_outside_the_models_vocabulary_are_not_used() -> None:
+    files = replace(files_of(sentence_piece(700)), eos_token_ids=(2, 99_999))
+    vocabulary = Vocabulary.read(files, 290)
+    token_ids = vocabulary.encode(SAMPLE.encode())
+    assert token_ids
+    known = [*token_ids, *vocabulary.texts, *vocabulary.special_ids.values(), *vocabulary.byte_ids.values()]
+    assert max(known) < 290
+    assert vocabulary.eos_token_ids == (2,)
+
+
+def test_padding_is_no_prefix() -> None:
+    padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padded = description(padding=padding | {"pad_type_id": 0, "pad_token": "<eos>"})
+    assert Vocabulary.read(TokenizerFiles(padded, "", {"bos_token": "<eos>"}, ()), 300).prefix == ()
+
+
+def test_a_text_that_the_tokenizer_rejects_becomes_bytes(capfd: pytest.CaptureFixture[str]) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    vocabulary = Vocabulary.read(TokenizerFiles(description(pre_tokenizer=split), "", {}, ()), 300)
+    assert vocabulary.encode(b"a" * 40) == [vocabulary.byte_ids[ord("a")]] * 40
+    assert "retry-limit" in capfd.readouterr().err  # the library panics
+
+
 def description(**changes: object) -> bytes:
     return json.dumps(json.loads(files_of(byte_level(300)).tokenizer_json) | changes).encode()
 
@@ -56,10 +82,24 @@ def nested(levels: int) -> object:
     return decoder
 
 
+def replacing(pattern: object, content: str, count: int = 1) -> object:
+    steps = count * [{"type": "Replace", "pattern": pattern, "content": content}]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def charsmap(size: int) -> str:
+    """Return a SentencePiece map with an empty trie and one normalized text of this size."""
+    return base64.b64encode(bytes(4) + b"a" * size + b"\0").decode()
+
+
 @pytest.mark.parametrize(
     ("tokenizer_json", "reason"),
     [
         (b"\xff", "it cannot be read"),
+        (description(model={"vocab": {}, "merges": [[]] * 2**20 + [[]]}), "it has 1048577 tokens and merges, more than"),
+        (description(normalizer=replacing({"String": "a"}, "a" * 257)), "make a text 257 times longer, more than 256"),
+        (description(normalizer=replacing({"Regex": ""}, "a", 9)), "make a text 512 times longer, more than 256"),
+        (description(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap(300)}), "a text 300 times"),
         (b"[" * 100_000, "it is nested too deeply"),
         (b"{}", "it cannot be read"),
         (WORDPIECE.to_str().encode(), r"its decoder \(WordPiece\) does not map tokens to bytes"),
@@ -71,4 +111,4 @@ def nested(levels: int) -> object:
 )  # fmt: skip
 def test_unusable_tokenizers_are_refused(tokenizer_json: bytes, reason: str) -> None:
     with pytest.raises(UnsupportedTokenizerError, match=reason):
-        Vocabulary.read(TokenizerFiles(tokenizer_json, "", {}, ()), 300)
+        Vocabulary.read(TokenizerFiles(tokenizer_json, "", {}, ()), 1000)

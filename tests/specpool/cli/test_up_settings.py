@@ -114,9 +114,9 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
         (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
         (["--draft-canary", "b", "--draft", "none"], "--draft-canary needs a draft"),
         (["--draft-share", "canary=1"], "--draft-share needs --draft-canary"),
+        (["--draft-canary", "b", "--draft-share", "new=1"], "draft-share: the drafts are named current and canary"),
+        (["--draft-canary", "b", "--draft-share", "0.1"], "draft-share: 0.1 is not NAME=SHARE"),
         (["--record-share", "0.1"], "--record-share needs --record"),
-        (["--draft-canary", "x", "--draft-share", "canary=2"], "draft-share: canary=2 is not NAME=SHARE"),
-        (["--draft-canary", "x", "--draft-share", "new=0.1"], "draft-share: no draft is named new"),
         (["--metrics-port", "65532", "--draft-canary", "b"], "--metrics-port leaves no ports for the 4 workers"),
         (
             ["--port", "9105", "--metrics-port", "9100", "--targets", "3"],

@@ -121,6 +121,13 @@ def test_a_change_is_noticed(seed: int) -> None:
     assert traffic.share("a") > 0.8
 
 
+def test_the_first_draft_serves_before_any_is_proven() -> None:
+    """As after a restart: the others may be bad."""
+    models = [make_model("current"), make_model("new"), make_model("other")]
+    assert dealt(DraftShares(), models, 10).count("current") == 8
+    assert [model.share for model in models] == pytest.approx([1 - 2 * NEW_SHARE, NEW_SHARE, NEW_SHARE])
+
+
 def test_a_new_draft_starts_small() -> None:
     traffic = Traffic({"current": 0.7})
     assert traffic.share("current", 100) == 1
