@@ -201,6 +201,7 @@ def test_several_drafts_are_compared() -> None:
     current, new = view_of("a:1", info, None, before).drafts
     assert (current.acceptance_rate, current.tokens_per_round) == (0.5, 3)
     assert (new.acceptance_rate, new.tokens_per_round, new.gain) == (None, None, 1.5)
+    assert view_of("a:1", info, None, info).drafts[0] == current  # an idle draft shows its rates since the start
     del info.draft_workers[:]
     workers = [pb.WorkerState(address="d:1", state="ready"), pb.WorkerState(address="d:2", state="ready")]
     info.draft_workers.extend(workers)
