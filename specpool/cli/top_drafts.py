@@ -9,7 +9,7 @@ NO_DRAFT = pb.DraftModelState()
 
 @dataclass(frozen=True)
 class Draft:
-    """One of several draft models. Rates cover a period, and are None if undefined."""
+    """One of several draft models. Rates cover a period, or if it was idle, all time; None: undefined."""
 
     name: str
     model: str
@@ -39,8 +39,9 @@ def drafts_of(info: pb.GetServerInfoResponse, earlier: pb.GetServerInfoResponse 
 
 def _draft(now: pb.DraftModelState, before: pb.DraftModelState, plain_tokens_per_s: float) -> Draft:
     def ratio(part: str, total: str) -> float | None:
-        difference = getattr(now, total) - getattr(before, total)
-        return (getattr(now, part) - getattr(before, part)) / difference if difference > 0 else None
+        since = before if getattr(now, total) > getattr(before, total) else NO_DRAFT
+        difference = getattr(now, total) - getattr(since, total)
+        return (getattr(now, part) - getattr(since, part)) / difference if difference else None
 
     return Draft(
         name=now.name,

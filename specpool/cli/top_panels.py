@@ -134,11 +134,11 @@ def _worker_line(worker: Worker) -> RenderableType:
 
 
 def _draft_line(draft: Draft) -> Text:
-    """Format a draft model on one line."""
-    share = f": {_percent(draft.share)} of new samples, {_percent(draft.acceptance_rate)} accepted"
+    """Format a draft model on one line, so that 80 columns show it completely."""
     gain = UNDEFINED if draft.gain is None else f"{draft.gain:.2f}x"
-    rounds = f", {_length(draft.tokens_per_round)} tokens per round, gain {gain}"
-    return Text.assemble((f"draft {clean(draft.name)}", "bold"), share, rounds, no_wrap=True, overflow="ellipsis")
+    accepted = f"{_percent(draft.acceptance_rate)} accepted, {_length(draft.tokens_per_round)} tokens/round"
+    text = f": gain {gain}, {accepted}, share {_percent(draft.share)}"
+    return Text.assemble((f"draft {clean(draft.name)}", "bold"), text, no_wrap=True, overflow="ellipsis")
 
 
 def _detailed_worker(worker: Worker) -> RenderableType:

@@ -5,7 +5,7 @@ A draft of kind `feature` reads the target's hidden states. Generation and train
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from specpool.distill.examples import Dialogues, Example, TargetStates, atomic_w
 from specpool.distill.feature_student import FeatureStudent, check_feature_target
 from specpool.distill.preparation import dialogue_files, generate_dialogues, read_target
 from specpool.distill.progress import console, counting
-from specpool.distill.recording import recorded_examples
+from specpool.distill.recording import fingerprint_of, recorded_examples
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.rounding import round_student
 from specpool.distill.settings import CALIBRATION_DIALOGUES, INT8_FILE, PROGRAM, DistillSettings, load_settings
@@ -75,7 +75,11 @@ def distill(settings: DistillSettings) -> None:
     if settings.epochs:
         with naming(PROGRAM, "output", ValueError):
             checkpoint_of(settings, layers, feature_layers).check()
-    train(settings, target, layers, feature_layers, *dialogues_of(settings, target, config))
+    held_out, examples = dialogues_of(settings, target, config)
+    if settings.epochs:
+        with naming(PROGRAM, "output", ValueError):
+            checkpoint_of(settings, layers, feature_layers, examples).check()
+    train(settings, target, layers, feature_layers, held_out, examples)
 
 
 def dialogues_of(
@@ -113,13 +117,17 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
     return sorted({-(-count // 3), -(-2 * count // 3), count})
 
 
-def checkpoint_of(settings: DistillSettings, layers: list[int], feature_layers: list[int]) -> Checkpoint:
-    """The checkpoint of a draft with these settings and layers."""
+def checkpoint_of(
+    settings: DistillSettings, layers: list[int], feature_layers: list[int], examples: Sequence[Example] = ()
+) -> Checkpoint:
+    """The checkpoint of a draft with these settings and layers. A recording changes, so its answers also count."""
     began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
     if (file := settings.draft_to_continue) is not None:
         began = {"initial": str(file.resolve())}
     if feature_layers:
         began[FEATURE_LAYERS] = feature_layers
+    if settings.recording is not None and examples:
+        began["answers"] = fingerprint_of(examples)
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
@@ -143,7 +151,7 @@ def train(
     student = student_of(settings, model, layers, states, examples).to(device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    checkpoint = checkpoint_of(settings, layers, feature_layers)
+    checkpoint = checkpoint_of(settings, layers, feature_layers, examples)
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens)) if settings.epochs else 0
     step, began = checkpoint.load(student, optimizer) if steps else 0, time.monotonic()

@@ -101,6 +101,14 @@ def recorded_examples(
     return [example_of(each, before) for each in apart], [example_of(each, before) for each in others]
 
 
+def fingerprint_of(examples: Iterable[Example]) -> str:
+    """Return a short hash of the examples' tokens."""
+    digest = sha256()
+    for example in examples:
+        digest.update(example.token_ids.numpy().tobytes() + b"|")
+    return digest.hexdigest()[:8]
+
+
 def example_of(answer: RecordedAnswer, before: tuple[int, ...]) -> Example:
     """Return an example whose only candidates are the recorded tokens. `before`: tokens before an answer."""
     tokens = torch.tensor([*before, *answer.token_ids[:MAX_TOKENS]])

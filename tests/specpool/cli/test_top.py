@@ -189,7 +189,8 @@ def test_a_terminal_of_80_by_24_shows_all_panels_with_the_workers_first() -> Non
 def test_several_drafts_are_compared() -> None:
     def state(rounds: int) -> list[pb.DraftModelState]:
         counts = {"rounds": rounds, "completion_tokens": 3 * rounds, "draft_tokens": 4 * rounds}
-        current = pb.DraftModelState(name="current", share=0.9, accepted_draft_tokens=2 * rounds, **counts)
+        counts |= {"accepted_draft_tokens": 2 * rounds, "expected_tokens_per_s": 200}
+        current = pb.DraftModelState(name="current", share=0.9, **counts)
         new = pb.DraftModelState(name="new", weights_fingerprint="b", share=0.1, expected_tokens_per_s=150)
         return [current, new]
 
@@ -200,12 +201,14 @@ def test_several_drafts_are_compared() -> None:
     current, new = view_of("a:1", info, None, before).drafts
     assert (current.acceptance_rate, current.tokens_per_round) == (0.5, 3)
     assert (new.acceptance_rate, new.tokens_per_round, new.gain) == (None, None, 1.5)
+    assert view_of("a:1", info, None, info).drafts[0] == current  # an idle draft shows its rates since the start
     del info.draft_workers[:]
     workers = [pb.WorkerState(address="d:1", state="ready"), pb.WorkerState(address="d:2", state="ready")]
     info.draft_workers.extend(workers)
     lines = screen(info, 80, 24)
     text = "\n".join(lines)
-    assert "draft new: 10% of new samples, - accepted, - tokens per round, gain 1.50x" in text
+    assert "draft current: gain 2.00x, 50% accepted, 3.00 tokens/round, share 90%" in text
+    assert "draft new: gain 1.50x, - accepted, - tokens/round, share 10%" in text
     assert "time  verify: 75%" in text
     assert len(lines) == 24
 

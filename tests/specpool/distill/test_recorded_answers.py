@@ -68,6 +68,10 @@ def test_training_continues_from_a_draft_on_recorded_answers(
     assert torch.equal(after["output_ids"], before["output_ids"])
     assert not torch.equal(after["head"], before["head"])
     assert not list(output.glob("dialogues-*"))
+    assert run(main, *arguments) == 0  # nothing to train
+    record(folder / "answers-3.jsonl", header_of(tiny_pair[0]), random_answers(10, seed=1))
+    assert run(main, *arguments) == 2
+    assert "checkpoint.pt belongs to another draft (answers was " in capsys.readouterr().err
 
 
 def test_errors_of_unsuitable_recordings_name_the_path(
