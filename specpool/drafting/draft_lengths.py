@@ -59,7 +59,7 @@ class DraftOptions(NamedTuple):
     can_branch: bool = True
     """Whether the draft worker can draft branches."""
     is_main: bool = True
-    """Whether no other draft model has more sequences in the round."""
+    """Whether the sequence's draft model has the most sequences in the round."""
 
     @property
     def can_use_model(self) -> bool:
