@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from draft_worker.translation.vocabulary import Vocabulary, num_incomplete
+from specpool.protocol.worker_info import TRANSLATIONS
 
-SHARED, RETOKENIZED = "shared", "retokenized"
+SHARED, RETOKENIZED = TRANSLATIONS
 """Methods: map tokens with the same text one to one and re-encode only the others, or re-encode all text."""
 
 

@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
+from contextlib import suppress
 from pathlib import Path
 
 from draft_worker.translation.sample import SAMPLE
@@ -58,8 +59,9 @@ async def vet(files: TokenizerFiles, vocab_size: int) -> None:
 
 def main() -> None:
     vocab_size, memory = map(int, sys.argv[1:])
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+    with suppress(OSError, ValueError):  # macOS has no such limit
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

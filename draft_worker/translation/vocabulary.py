@@ -54,24 +54,7 @@ class Vocabulary:
     @classmethod
     def read(cls, files: TokenizerFiles, vocab_size: int) -> "Vocabulary":
         """Read a tokenizer. Takes about a second. Raises UnsupportedTokenizerError."""
-        try:
-            description = json.loads(files.tokenizer_json)
-            kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
-            _check_size(description["model"])
-            _check_growth(_steps(description["normalizer"], "normalizers"))
-            tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            prefix = tokenizer.encode("").ids
-            _drop_prefix(tokenizer, description)
-        except UnsupportedTokenizerError:
-            raise
-        except RecursionError:
-            raise UnsupportedTokenizerError("it is nested too deeply") from None
-        except MemoryError:
-            raise UnsupportedTokenizerError("it takes too much memory") from None
-        except Exception as error:  # the tokenizers library raises bare Exception, and the file may contain anything
-            raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
+        tokenizer, kinds, prefix = _load(files.tokenizer_json)
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         texts = dict[int, bytes]()
@@ -119,6 +102,32 @@ class Vocabulary:
 
     def _single(self, text: bytes) -> list[int]:
         return [self.byte_ids[byte] for byte in text if byte in self.byte_ids]
+
+
+def _load(tokenizer_json: bytes) -> tuple[Tokenizer, list[str], list[int]]:
+    """Return the tokenizer without additions to texts, the kinds of its decoders, and the tokens it puts before texts.
+
+    Raises UnsupportedTokenizerError.
+    """
+    try:
+        description = json.loads(tokenizer_json)
+        kinds = [step["type"] for step in _steps(description["decoder"], "decoders")]
+        _check_size(description["model"])
+        _check_growth(_steps(description["normalizer"], "normalizers"))
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        prefix: list[int] = tokenizer.encode("").ids
+        _drop_prefix(tokenizer, description)
+    except UnsupportedTokenizerError:
+        raise
+    except RecursionError:
+        raise UnsupportedTokenizerError("it is nested too deeply") from None
+    except MemoryError:
+        raise UnsupportedTokenizerError("it takes too much memory") from None
+    except Exception as error:  # the tokenizers library raises bare Exception, and the file may contain anything
+        raise UnsupportedTokenizerError(f"it cannot be read: {error}") from None
+    return tokenizer, kinds, prefix
 
 
 def num_incomplete(text: bytes | bytearray) -> int:

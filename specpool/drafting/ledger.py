@@ -4,7 +4,8 @@ The cost model predicts the gain of a draft; the ledger measures it. It compares
 with the time that plain rounds would have needed for the same tokens. Each method has an entry for each class of batch
 sizes, in units of plain rounds:
 
-- Gains and losses add up to a balance. A negative balance pauses the method, and time refills it until a retry.
+- Gains and losses add up to a balance. A second loss in a row pauses the method while the balance is negative, and time
+  refills it until a retry.
 - A method that the cost model rules out gets trials, paid from a budget that time refills too.
 
 The more often a method loses, the slower both refill.
@@ -27,7 +28,7 @@ MAX_DIVISOR = 8
 FREE_TRIALS = 2
 # Maximum balance, so that past gains do not pay for lasting losses.
 MAX_BALANCE = 12.0
-# Maximum loss of one round: one stalled round must not cause a long pause.
+# Maximum loss of one round, and of a balance: one stalled round must not cause a long pause.
 MAX_LOSS = MAX_BALANCE / 2
 # Share of all time that plain rounds may lose where drafts pay.
 PLAIN_SHARE = SHARE / 4
@@ -50,6 +51,8 @@ class _Entry:
     """Whether the method has been paused since its balance was full."""
     rounds: int = 0
     """Rounds with drafts since the last pause."""
+    lost: bool = False
+    """Whether the last round with drafts lost time. A single loss may be a stall."""
     tokens: float = 0.0
     """Recent mean tokens per sequence of a round that drafts."""
     seconds: float = 0.0
@@ -77,7 +80,7 @@ class _Entry:
             self._resume()
 
     def charge(self, tokens: float, seconds: float, plain_seconds: float) -> None:
-        """Record a round that drafted. Pause the method if its balance becomes negative."""
+        """Record a round that drafted. Pause the method at the second loss in a row with a negative balance."""
         self.rounds += 1
         weight = max(1 / RECENT, 1 / self.rounds)
         self.tokens += weight * (tokens - self.tokens)
@@ -87,7 +90,8 @@ class _Entry:
         self.balance = min(MAX_BALANCE, max(-MAX_LOSS, self.balance + gain))
         if self.balance == MAX_BALANCE:
             self.divisor, self.is_retry = 1.0, False
-        if self.balance < 0 and not self.is_paused:
+        lost_before, self.lost = self.lost, gain < 0
+        if self.balance < 0 and (self.lost and lost_before or self.balance == -MAX_LOSS) and not self.is_paused:
             self.is_paused, self.reassess_in = True, RECENT
 
     def reassess(self, plain_seconds: float) -> None:
@@ -118,7 +122,7 @@ class _Entry:
         self._spent = max(0.0, self._spent - max(0.0, lost))
 
     def _resume(self) -> None:
-        self.is_paused, self.rounds = False, 0
+        self.is_paused, self.lost, self.rounds = False, False, 0
 
     def _divide(self, divisor: float) -> None:
         self.divisor = min(max(1.0, divisor), MAX_DIVISOR)
@@ -232,7 +236,7 @@ class Ledger:
         if key not in self._entries:
             last = self._last.get(method)
             self._entries[key] = (
-                replace(last, balance=min(FREE_TRIALS / 4, last.balance), rounds=0, reassess_in=0)
+                replace(last, balance=min(FREE_TRIALS / 4, last.balance), lost=False, rounds=0, reassess_in=0)
                 if last is not None
                 else _Entry()
             )

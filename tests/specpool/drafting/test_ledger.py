@@ -106,6 +106,15 @@ def test_one_stalled_round_causes_no_long_pause() -> None:
     assert driven.run(500, always(0.02), always(0.03), tokens=2) > 480
 
 
+def test_one_stalled_round_pauses_no_long_drafts_at_another_batch_size() -> None:
+    """Rounds take as long as five plain ones and gain eight tokens. The first at this size stalls for eight more."""
+    driven, long = Driven(), always(5 * PLAIN)
+    driven.run(500, always(PLAIN), long, tokens=8)
+    driven.sequences = 8
+    driven.run(2, always(PLAIN), always(13 * PLAIN), tokens=8)
+    assert driven.run(500, always(PLAIN), long, tokens=8) > 480
+
+
 def test_a_slow_target_is_not_held_against_the_draft() -> None:
     """All rounds suddenly take three times as long, so that drafting seems to lose against earlier plain rounds."""
     driven = Driven()
@@ -131,7 +140,8 @@ def test_a_loss_goes_on_at_batch_sizes_that_come_later() -> None:
     for sequences in (1, 2, 4, 8, 16):
         assert ledger.may_draft(MODEL, sequences)
         ledger.observe(sequences, sequences, 0.02, None)
-    ledger.observe(16, 16, 0.1, MODEL)
+    for _ in range(2):
+        ledger.observe(16, 16, 0.1, MODEL)
     assert not any(ledger.may_draft(MODEL, sequences) for sequences in (16, 64, 256))
 
 
