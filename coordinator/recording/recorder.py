@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 RECORDED, QUEUE_FULL, DISK_ERROR = RESULTS = ("recorded", "queue_full", "disk_error")
 MAX_WAITING_TOKENS = 2**22
 """Maximum tokens that wait for the disk: 16 MiB."""
+ANSWER_TOKENS = 128
+"""Overhead of a waiting answer, in tokens."""
 RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 """Time limit for writing the waiting answers at shutdown."""
@@ -62,7 +64,7 @@ class Recorder:
         """Key for hashing client ids. Never stored, so nobody can link answers to clients after a restart."""
         self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
         self._offered = self._taken = 0
-        """Tokens that the event loop has queued, and that the thread has finished."""
+        """Tokens that the event loop has queued, and that the thread has finished, including `ANSWER_TOKENS`."""
         self._retry_at: float | None = None
         """When to try the disk again after a failure."""
         self._thread = Thread(target=self._run, name="recorder", daemon=True)
@@ -82,11 +84,12 @@ class Recorder:
         if not is_selected(next(self._numbers), self._share):
             return
         token_ids = array("I", sequence.generated_ids)
-        if self._offered - self._taken + len(token_ids) > MAX_WAITING_TOKENS:
+        size = len(token_ids) + ANSWER_TOKENS
+        if self._offered - self._taken + size > MAX_WAITING_TOKENS:
             self.results[QUEUE_FULL] += 1
             return
         client = blake2b(request.client.encode(), key=self._key, digest_size=8).hexdigest()
-        self._offered += len(token_ids)
+        self._offered += size
         self._queue.put(_Waiting(header, client, token_ids))
 
     async def close(self) -> None:
@@ -108,7 +111,7 @@ class Recorder:
             if waiting is None:
                 return self._finish()
             self.results[RECORDED if self._try(waiting) else DISK_ERROR] += 1
-            self._taken += len(waiting.token_ids)
+            self._taken += len(waiting.token_ids) + ANSWER_TOKENS
 
     def _try(self, waiting: _Waiting | None) -> bool:
         """Enforce the bounds, and write an answer if given. Return whether both succeeded. Warn once per outage."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from specpool.protocol.recordings import FINISHED, PREFIX, UNFINISHED, Header, RecordedAnswer, shards_in
 
@@ -37,8 +38,12 @@ class Bounds:
         return min(MAX_SHARD_SECONDS, self.max_age_seconds / SHARDS)
 
     def is_expired(self, last_written: float) -> bool:
-        """Whether a shard's first answer may exceed the maximum age before the next search."""
-        return time.time() - last_written > self.max_age_seconds - 2 * self.shard_seconds
+        """Whether a shard's first answer may exceed the age before the next search.
+
+        A shard from the future has an unknown age: the clock was set back.
+        """
+        age = time.time() - last_written
+        return not -self.shard_seconds <= age <= self.max_age_seconds - 2 * self.shard_seconds
 
 
 @dataclass
@@ -62,7 +67,10 @@ class ShardWriter:
         line = answer.encode()
         with self._closing_on_error():
             shard = self._shard
-            if shard is not None and (_is_deleted(shard) or shard.header != header or self._is_full(shard, len(line))):
+            if shard is not None and _is_deleted(shard):  # perhaps with the folder
+                shard.file.close()
+                self._shard = None
+            elif shard is not None and (shard.header != header or self._is_full(shard, len(line))):
                 self.finish()
             shard = self._shard = self._shard or self._new_shard(header, len(line))
             _write(shard.file, line)
@@ -130,7 +138,8 @@ def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield each path with its status. Skip files that another coordinator has renamed or deleted."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            yield path, path.stat()
+            if S_ISREG((status := path.lstat()).st_mode):
+                yield path, status
 
 
 def _write(file: io.FileIO, line: bytes) -> None:

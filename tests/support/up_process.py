@@ -11,6 +11,9 @@ from pathlib import Path
 
 from serving import PATIENCE_SECONDS
 
+LIMIT_SECONDS = 280
+"""Before the suite's own limit of a test, which would not end the processes."""
+
 Pair = tuple[Path, Path]
 
 
@@ -28,7 +31,7 @@ async def started(
     finally:
         signal.signal(signal.SIGHUP, before)
     try:
-        async with asyncio.timeout(3 * PATIENCE_SECONDS):
+        async with asyncio.timeout(LIMIT_SECONDS):
             yield process
     finally:
         if process.returncode is None:

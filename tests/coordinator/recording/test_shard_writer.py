@@ -94,6 +94,41 @@ def test_shards_that_another_coordinator_deletes_are_skipped(tmp_path: Path, mon
     assert recorded(tmp_path) == {answer(1)}
 
 
+def test_a_deleted_directory_costs_only_what_it_held(tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    writer = ShardWriter(folder, BOUNDS)
+    writer.append(HEADER, answer(1))
+    shutil.rmtree(folder)
+    writer.append(HEADER, answer(2))
+    assert recorded(folder) == {answer(2)}
+    shutil.rmtree(folder)
+    writer.finish()
+
+
+def test_a_clock_that_is_set_back_does_not_keep_answers(tmp_path: Path) -> None:
+    shard = tmp_path / "answers-1.jsonl"
+    shard.write_bytes(HEADER.encode() + answer(1).encode())
+    os.utime(shard, (time.time() + DAY,) * 2)
+    ShardWriter(tmp_path, BOUNDS).tick()
+    assert not shard.exists()
+
+
+def test_only_files_count_and_are_deleted(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(bytes(2 * BOUNDS.max_bytes))
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    (folder / "answers-link.jsonl").symlink_to(outside)
+    (folder / "answers-folder.jsonl").mkdir()
+    os.utime(folder / "answers-folder.jsonl", (time.time() - DAY,) * 2)
+    writer = ShardWriter(folder, BOUNDS)
+    for number in (1, 2):
+        writer.append(HEADER, answer(number))
+        writer.finish()
+    assert len([path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]) == 2
+    assert outside.stat().st_size == 2 * BOUNDS.max_bytes
+
+
 def test_a_shard_never_mixes_targets_and_a_restart_continues(tmp_path: Path) -> None:
     other = Header("model", "tokenizer", "other weights")
     writer = ShardWriter(tmp_path, BOUNDS)

@@ -142,7 +142,7 @@ async def test_a_slow_disk_drops_answers(tmp_path: Path, monkeypatch: pytest.Mon
         append(writer, *arguments)
 
     monkeypatch.setattr(ShardWriter, "append", wait)
-    monkeypatch.setattr(recorder, "MAX_WAITING_TOKENS", 25)
+    monkeypatch.setattr(recorder, "MAX_WAITING_TOKENS", 2 * (10 + recorder.ANSWER_TOKENS))
     async with serving(record=tmp_path) as served:
         for number in range(5):
             await served.expect(make_request([number], 10, ignore_eos=True))

@@ -96,7 +96,7 @@ def charsmap(size: int) -> str:
     ("tokenizer_json", "reason"),
     [
         (b"\xff", "it cannot be read"),
-        (description(model={"vocab": {}, "merges": [0] * 2**20 + [0]}), "1048577 tokens and merges, more than 1048576"),
+        (description(model={"vocab": {}, "merges": [[]] * 2**20 + [[]]}), "it has 1048577 tokens and merges, more"),
         (description(normalizer=replacing({"String": "a"}, "a" * 257)), "make a text 257 times longer, more than 256"),
         (description(normalizer=replacing({"Regex": ""}, "a", 9)), "make a text 512 times longer, more than 256"),
         (description(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap(300)}), "a text 300 times"),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import PATIENCE_SECONDS
 from up_process import Pair, address_of, started, up_command
 
 from specpool.cli.preflight import check_services
@@ -87,9 +86,8 @@ async def test_a_canary_drafts_for_its_share_and_changes_no_token(tiny_pair: Pai
 
 async def connected(client: AsyncClient) -> Sequence[pb.DraftModelState]:
     """Return the state of both drafts once the coordinator has connected to their workers."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while True:
-            drafts = (await client.server_info()).drafts
-            if [draft.ready_workers for draft in drafts] == [1, 1]:
-                return sorted(drafts, key=lambda draft: draft.name, reverse=True)
-            await asyncio.sleep(0.1)
+    while True:
+        drafts = (await client.server_info()).drafts
+        if [draft.ready_workers for draft in drafts] == [1, 1]:
+            return sorted(drafts, key=lambda draft: draft.name, reverse=True)
+        await asyncio.sleep(0.1)
