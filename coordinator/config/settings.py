@@ -107,7 +107,7 @@ ReasoningTags = Annotated[str, AfterValidator(check_reasoning_tags)]
 
 
 def _check_given(path: object) -> object:
-    if path == "":  # as a path, the current directory
+    if path == "":  # Path("") is the current directory
         raise ValueError("must not be empty")
     return path
 

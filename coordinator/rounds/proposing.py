@@ -259,7 +259,7 @@ class Proposing:
     async def _call_draft(
         self, draft: Draft, round_id: int, items: list[ProposeItem], round_: RunningRound, slack: float = 0.0
     ) -> tuple[list[Proposal], Timed]:
-        """Ask the draft workers. `slack`: duration of the verification meanwhile, if any."""
+        """Ask the draft workers. `slack`: seconds of the verification that runs at the same time; 0: none."""
         with round_.trace.calling("propose", round_id) as parent:
             return await draft.propose(round_id, items, round_.models, self._drafting.step_cost, parent, slack)
 

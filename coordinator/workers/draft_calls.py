@@ -19,13 +19,13 @@ from specpool.protocol.rounds import Proposal, ProposeItem
 log = logging.getLogger(__name__)
 
 MAX_SLOWDOWN, MIN_PATIENCE_SECONDS = 4.0, 0.02
-"""How long a round waits for its other drafts: relative to the draft with the most sequences, and at least."""
+"""Wait for the other drafts: up to `MAX_SLOWDOWN` times the main draft's duration, and at least a minimum."""
 MAX_SLOWDOWN_AHEAD = 1.5
-"""How long a round that drafts during a verification waits for other drafts: much later branches would be of no use."""
+"""The same for drafting during a verification, relative to its duration. Later branches would be useless."""
 WAIT_SHARE = 0.02
-"""Share of all time that rounds may wait for other drafts whose tokens do not pay for it."""
+"""Maximum share of all time to wait for other drafts without a gain in return."""
 MAX_PAUSE_SECONDS = 1.0
-"""Longer pauses between rounds pay back no more than this one: no round could have waited in them."""
+"""Maximum time between rounds that counts towards `WAIT_SHARE`, because idle rounds cannot wait."""
 
 Parts = dict[DraftLink, list[ProposeItem]]
 """Items of a round by draft worker."""
@@ -39,9 +39,9 @@ class DraftCalls:
         """`on_late_end`: called with the worker and the sequence ids of a late call when it ends."""
         self._on_late_end = on_late_end
         self._late: dict[Call, DraftLink] = {}
-        """Calls that no round waits for. Rounds may overlap, so a worker may have several."""
+        """Calls that no round waits for. A worker may have several, because rounds may overlap."""
         self._debt = self._began = 0.0
-        """Seconds waited in vain that `WAIT_SHARE` has not paid back yet, and when the last round began."""
+        """Seconds waited in vain beyond `WAIT_SHARE`, and the start of the last round."""
 
     def is_late(self, link: DraftLink) -> bool:
         """Whether a worker still runs a late call. It gets no new calls until that ends."""
@@ -60,11 +60,11 @@ class DraftCalls:
     ) -> tuple[dict[DraftLink, list[Proposal]], Timed, list[BaseException]]:
         """Return the proposals of each worker that answers in time, the duration of the round, and the errors.
 
-        The duration is that of the slowest worker of the main draft: the one with the most sequences, unless it fails.
-        Other drafts are left out while earlier rounds have waited for them in vain.
+        The main draft is the one with the most sequences. Its slowest worker sets the duration, unless all of its
+        workers fail. Other drafts are skipped while rounds have waited in vain for too long.
 
-        `slack`: duration of the verification meanwhile, if any. `speed`: tokens per second of all sequences.
-        `learns`: whether to learn the step times of each worker, if not from the duration.
+        `slack`: seconds of the verification that runs at the same time; 0: none. `speed`: tokens per second of all
+        sequences. `learns`: whether to learn each worker's step times here.
         """
         main = _main(parts)
         if self._is_in_debt():
@@ -94,7 +94,7 @@ class DraftCalls:
         return answers, replace(max(durations, key=itemgetter(0, 1))[-1], waited=waited), failures
 
     def _is_in_debt(self) -> bool:
-        """Whether rounds have waited too long for other drafts. Call once a round."""
+        """Return whether rounds have waited too long for other drafts. Call once per round."""
         began = asyncio.get_running_loop().time()
         self._debt = max(0.0, self._debt - WAIT_SHARE * min(MAX_PAUSE_SECONDS, began - self._began))
         self._began = began
@@ -118,7 +118,7 @@ class DraftCalls:
 
 
 def _main(parts: Parts) -> DraftModel | None:
-    """The draft with the most sequences."""
+    """Return the draft with the most sequences."""
     sizes: Counter[DraftModel | None] = Counter()
     for link, own in parts.items():
         sizes[link.model] += len(own)
@@ -126,13 +126,13 @@ def _main(parts: Parts) -> DraftModel | None:
 
 
 def _gain(link: DraftLink, items: Iterable[ProposeItem]) -> float:
-    """Tokens that the drafts of these items are expected to gain."""
+    """Return the expected gain in tokens from drafts for these items."""
     rate = link.model.evidence.rate.mean if link.model is not None else 0.0
     return sum(expected_tokens(rate, item.num_draft_tokens) - 1 for item in items)
 
 
 async def _answered(main: DraftModel | None, calls: Mapping[DraftLink, Call], slack: float) -> float:
-    """Wait for the calls of the main draft, and not much longer for the others. Return for how many seconds longer."""
+    """Wait for the main draft's calls, then a bounded time for the others. Return the seconds of the second wait."""
     clock = asyncio.get_running_loop().time
     mains, began = [call for link, call in calls.items() if link.model is main], clock()
     try:

@@ -78,10 +78,9 @@ class DraftGroup:
     ) -> tuple[list[Proposal], Timed]:
         """Run a draft round on all workers involved, and return the proposals in item order, and the duration.
 
-        `models`: the draft model of each sequence. Sequences without a model, or whose worker fails or is late, have no
-        proposal. Raises WorkerUnreachableError or WorkerRefusedError if all fail. The duration is that of the slowest
-        worker of the draft with the most sequences. `slack`: see `DraftCalls.send`. For the other arguments
-        see `DraftLink.propose`.
+        `models`: the draft model of each sequence. A sequence gets no proposal without a model, or if its worker fails
+        or is late. For the duration and `slack` see `DraftCalls.send`, for the other arguments `DraftLink.propose`.
+        Raises WorkerUnreachableError or WorkerRefusedError if all workers fail.
         """
         if self._only is not None:
             return await self._only.propose(round_id, [*items], chances(self._only), step_cost, traceparent)

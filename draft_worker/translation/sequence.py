@@ -39,7 +39,7 @@ class TranslatedSequence:
         return True
 
     def num_draft_ids(self, length: int) -> int:
-        """Return the number of the draft's tokens of the first `length` target tokens, up to the last border."""
+        """Return the number of draft tokens for the first `length` target tokens, up to their last border."""
         return next(count for border, count in reversed(self._borders) if border <= length)
 
     @property

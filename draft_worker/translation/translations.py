@@ -70,7 +70,7 @@ class Translations:
             return translation_id, known.result
 
     def get(self, translation_id: str) -> Translation:
-        """Return a translation, any thread. Raises NotFoundError if it has been freed: its coordinator asks again."""
+        """Return a translation. Thread-safe. Raises NotFoundError if it was freed; the coordinator then asks again."""
         entry = self._entries.get(translation_id)
         if entry is None or isinstance(entry.result, str):
             raise NotFoundError("translation_id: call UseTokenizer first")

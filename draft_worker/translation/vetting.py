@@ -19,9 +19,9 @@ from specpool.protocol.tokenizer import TokenizerFiles
 
 COMMAND = [sys.executable, "-P", "-m", "draft_worker.translation.vetting"]
 INHERITED = {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
-"""The process gets no other variables, and so neither settings nor secrets."""
+"""Inherited environment variables. All others, which may hold settings and secrets, are dropped."""
 SECONDS, PATIENCE = 30, 2
-"""Processor time, and wall-clock time per second of it."""
+"""CPU time limit in seconds, and wall-clock seconds allowed per CPU second."""
 ENCODE_SECONDS = 0.5
 """CPU time limit for encoding the texts. Rounds wait for such encodings."""
 TEXTS = [SAMPLE.encode(), *(character * 512 for character in (b"a", b" ", b"0", b"\n", b"-"))]

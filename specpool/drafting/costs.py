@@ -178,7 +178,7 @@ class Timed:
     draft_rows: tuple[int, ...] = ()
     """Rows of each pass of the carried draft. Empty if the draft only caught up."""
     waited: float = 0.0
-    """Seconds after `elapsed` for which the round waited for other drafts."""
+    """Further seconds that the round waited for other drafts."""
 
     @property
     def wire(self) -> float:

@@ -40,7 +40,7 @@ PLAN_ROUNDS = 8
 SMALL_LAG = 4 * MAX_DRAFT_LAG
 # Rounds before a trial in which the target worker returns hidden states: a draft that reads few of them drafts badly.
 STATES_BEFORE_TRIAL = PLAN_ROUNDS // 2
-# Rounds with branches until one without, if some drafts cannot branch: they must show what they are worth.
+# Rounds with branches before one without, if some drafts cannot branch. The latter need rounds to show their worth.
 ROUNDS_WITH_BRANCHES = 32
 
 
@@ -59,7 +59,7 @@ class DraftOptions(NamedTuple):
     can_branch: bool = True
     """Whether the draft worker can draft branches."""
     is_main: bool = True
-    """Whether no other draft model has more sequences in the round."""
+    """Whether the sequence's draft model has the most sequences in the round."""
 
     @property
     def can_use_model(self) -> bool:
@@ -90,7 +90,7 @@ class DraftLengths:
     _allowed_last: tuple[object, ...] = ()
     """Last round's permissions (model, paused lookups, trials only) and branch limit."""
     _with_branches: int = 0
-    """Rounds with branches since some draft that cannot branch could draft."""
+    """Rounds with branches since the last round in which drafts without branches could draft."""
     _is_new: bool = False
     """Whether the model's costs are not confirmed yet, so that it may draft in trials only."""
     _has_model: bool = True
@@ -153,7 +153,7 @@ class DraftLengths:
         return plans
 
     def _is_turn_of_others(self, options: Mapping[int, DraftOptions]) -> bool:
-        """Whether to draft before the verification instead, for the drafts that cannot branch."""
+        """Return whether to draft before the verification instead, for the drafts that cannot branch."""
         self._with_branches += any(option.can_use_model and not option.can_branch for option in options.values())
         if self._with_branches <= ROUNDS_WITH_BRANCHES or not self.plan.steps:
             return False

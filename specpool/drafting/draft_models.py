@@ -77,7 +77,7 @@ class DraftModel:
     model: str = ""
     max_model_len: int = 0
     max_branches: int = 0
-    """Maximum branches of a sequence; 0 if it cannot draft during a verification."""
+    """Maximum branches of a sequence. 0: the model cannot draft during a verification."""
     features: FeatureSpec | None = None
     """Hidden states of the target that the draft reads."""
     step_times: StepTimes = field(default_factory=lambda: StepTimes(UNKNOWN_DRAFT))

@@ -145,9 +145,9 @@ def bandit_shares(models: Sequence[DraftModel], speeds: Speeds) -> dict[DraftMod
 
 
 def _bounded(shares: dict[DraftModel, float], best: DraftModel, speeds: Speeds) -> dict[DraftModel, float]:
-    """Shares with a minimum for the worse drafts, and a maximum for new ones. The proven drafts take the rest.
+    """Apply a minimum share to worse drafts and a maximum to new ones. Proven drafts take the rest.
 
-    Before any is proven, such as after a restart, the first one does.
+    While no draft is proven, as after a restart, the first draft takes the rest.
     """
     total = sum(shares.values())
     shares = {model: share / total for model, share in shares.items()}

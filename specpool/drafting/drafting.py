@@ -188,8 +188,8 @@ class Drafting:
     def observe_seconds(self, outcome: RoundOutcome[Commit], seconds: float, batch: int | None = None) -> None:
         """Learn from the wall time of a round, since the end of the previous one.
 
-        `batch`: sequences of both groups if two overlap. A plain round would contain all of them. Waiting for other
-        drafts than the main one is bounded elsewhere, and says nothing about the main draft.
+        `batch`: sequences of both groups if two overlap. A plain round would contain all of them. Excludes the time
+        spent waiting for other drafts than the main one, which is bounded elsewhere.
         """
         seconds -= outcome.waited
         overlaps = batch is not None and batch > len(outcome.verify_items)

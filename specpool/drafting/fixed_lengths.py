@@ -40,7 +40,7 @@ def plan_fixed(
 def _branches(
     lengths: DraftLengths, drafted: Mapping[int, int], branching: int, sequences: int, max_branches: int
 ) -> BranchPlan:
-    """The fastest plan for branches; empty if drafting before the verification is as fast.
+    """Return the fastest plan for branches; empty if drafting before the verification is as fast.
 
     `branching`: number of sequences that may have branches.
     """

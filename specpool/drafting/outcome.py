@@ -96,7 +96,7 @@ class RoundOutcome(Generic[C_co]):
 
     @property
     def waited(self) -> float:
-        """Seconds that the round lasted longer because it waited for other drafts than the main one."""
+        """Extra seconds of the round from waiting for other drafts than the main one."""
         hidden = self.verified.forward if self.drafted_ahead else 0.0
         ends = ((call.timed.elapsed, call.timed.waited) for call in self.draft_calls)
         return sum(max(end + waited, hidden) - max(end, hidden) for end, waited in ends)

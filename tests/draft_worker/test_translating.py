@@ -126,7 +126,7 @@ def test_a_sequence_that_outgrows_the_draft_gets_no_drafts(tmp_path: Path) -> No
 
 
 async def trusted(files: TokenizerFiles, vocab_size: int) -> None:
-    """Vet nothing."""
+    """Accept any tokenizer."""
 
 
 async def test_translations_are_kept_while_in_use() -> None:

@@ -90,7 +90,7 @@ def test_wrong_predictions_barely_delay_other_clients(
 def test_a_bad_canary_costs_little_more_than_its_own_drafts(
     share: str | None, step_seconds: float, agreement: float
 ) -> None:
-    """Whether its tokens are wrong or it is many times slower than the draft in use."""
+    """Its tokens are wrong, or it is many times slower than the current draft."""
 
     def seconds(canary: WorkerSetup | None) -> float:
         workers = [

@@ -1,4 +1,4 @@
-"""A draft with another tokenizer in `specpool up`, whose worker is killed."""
+"""`specpool up` with a draft that has another tokenizer: restart of a killed worker."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from specpool.client import AsyncClient
 
 @pytest.mark.slow
 async def test_a_killed_worker_gets_the_tokenizer_again(tiny_pair: Pair, tmp_path: Path) -> None:
-    """The draft is the target with other token ids, so the target accepts all drafts."""
+    """The draft is the target with permuted token ids, so the target accepts all drafts."""
     pair = tiny_pair[0], permute_vocabulary(tiny_pair[0], tmp_path / "draft")
     flags = ["--num-speculative-tokens", "3", "--draft-method", "model"]
     async with started(*up_command(pair, *flags)) as process, AsyncClient(await address_of(process)) as client:
@@ -36,7 +36,7 @@ async def test_a_killed_worker_gets_the_tokenizer_again(tiny_pair: Pair, tmp_pat
 
 
 async def drafted(client: AsyncClient, plain: Sequence[int]) -> None:
-    """Generate until the draft worker takes part."""
+    """Generate until the draft worker drafts. Check that all drafts are accepted."""
     while True:
         answer = await client.generate("abc", max_tokens=30, ignore_eos=True)
         assert list(answer.token_ids) == plain[:30]

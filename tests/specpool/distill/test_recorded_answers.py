@@ -120,8 +120,6 @@ def test_training_never_sees_held_out_clients() -> None:
     [({}, True), ({"kind": "feature"}, True), ({"kind": "causal"}, False), ({"layers": "0"}, False),
      ({"output_tokens": 512}, False), ({"target": "other"}, False)],
 )  # fmt: skip
-def test_the_embedded_draft_is_continued_unless_another_draft_is_asked_for(
-    chosen: dict[str, Any], continues: bool
-) -> None:
+def test_the_embedded_draft_is_continued_unless_the_settings_differ(chosen: dict[str, Any], continues: bool) -> None:
     settings = DistillSettings(**{"from": "traffic", **chosen})
     assert settings.draft_to_continue == (draft_weights() if continues else None)

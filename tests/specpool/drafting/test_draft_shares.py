@@ -122,7 +122,7 @@ def test_shares_follow_a_change_of_acceptance(seed: int) -> None:
 
 
 def test_the_first_draft_serves_before_any_is_proven() -> None:
-    """As after a restart: the others may be bad."""
+    """After a restart, other drafts may turn out to be bad."""
     models = [make_model("current"), make_model("new"), make_model("other")]
     assert assigned(DraftShares(), models, 10).count("current") == 8
     assert [model.share for model in models] == pytest.approx([1 - 2 * NEW_SHARE, NEW_SHARE, NEW_SHARE])

@@ -106,7 +106,7 @@ def test_one_stalled_round_causes_no_long_pause() -> None:
     assert driven.run(500, always(0.02), always(0.03), tokens=2) > 480
 
 
-def test_one_stalled_round_pauses_no_long_drafts_at_another_batch_size() -> None:
+def test_a_stalled_round_does_not_pause_long_drafts_at_another_batch_size() -> None:
     """Rounds take as long as five plain ones and gain eight tokens. The first at this size stalls for eight more."""
     driven, long = Driven(), always(5 * PLAIN)
     driven.run(500, always(PLAIN), long, tokens=8)
