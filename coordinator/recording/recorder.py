@@ -70,7 +70,7 @@ class Recorder:
         self._thread = Thread(target=self._run, name="recorder", daemon=True)
 
     def start(self) -> None:
-        log.info("recording %g%% of finished answers", 100 * self._share)
+        log.info("recording %g%% of finished answers in %s", 100 * self._share, self._shards.folder)
         self._thread.start()
 
     def offer(self, sequence: Sequence, header: Header) -> None:
@@ -123,7 +123,8 @@ class Recorder:
                 self._shards.append(waiting.header, RecordedAnswer(waiting.client, tuple(waiting.token_ids)))
         except OSError as error:
             if self._retry_at is None:
-                log.warning("recording answers failed (%s); retrying every %g s", error, RETRY_SECONDS)
+                folder = self._shards.folder
+                log.warning("recording answers in %s failed (%s); retrying every %g s", folder, error, RETRY_SECONDS)
             self._retry_at = time.monotonic() + RETRY_SECONDS
             return False
         if self._retry_at is not None:

@@ -57,7 +57,7 @@ class _Shard:
 
 class ShardWriter:
     def __init__(self, folder: Path, bounds: Bounds) -> None:
-        self._folder, self._bounds = folder, bounds
+        self.folder, self._bounds = folder, bounds
         self._shard: _Shard | None = None
         self._searched: float | None = None
         """Time of the last search for expired shards."""
@@ -101,7 +101,7 @@ class ShardWriter:
     def _new_shard(self, header: Header, num_bytes: int) -> _Shard:
         line = header.encode()
         self._make_room(max(self._bounds.shard_bytes, len(line) + num_bytes))
-        path = self._folder / f"{PREFIX}{secrets.token_hex(8)}{UNFINISHED}"
+        path = self.folder / f"{PREFIX}{secrets.token_hex(8)}{UNFINISHED}"
         file = io.FileIO(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600), "a")
         shard = self._shard = _Shard(path, file, header, time.monotonic())
         _write(file, line)
@@ -110,9 +110,9 @@ class ShardWriter:
 
     def _make_room(self, num_bytes: int) -> None:
         """Create the folder. Delete expired shards, then the oldest until `num_bytes` fit, unfinished ones last."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._shard.path if self._shard is not None else None
-        found = [(path, status) for path, status in _statuses(shards_in(self._folder)) if path != own]
+        found = [(path, status) for path, status in _statuses(shards_in(self.folder)) if path != own]
         found.sort(key=lambda shard: (shard[0].name.endswith(UNFINISHED), shard[1].st_mtime))
         excess = sum(status.st_size for _, status in found) + num_bytes - self._bounds.max_bytes
         for path, status in found:

@@ -130,7 +130,7 @@ async def test_serving_continues_with_a_full_disk(
     assert [answer.token_ids for answer in answers_in(tmp_path)] == [tuple(last.token_ids)]
     warnings = [each for each in caplog.records if each.name == recorder.__name__ and each.levelno >= logging.WARNING]
     assert [each.getMessage() for each in warnings] == [
-        "recording answers failed ([Errno 28] No space left on device); retrying every 30 s"
+        f"recording answers in {tmp_path} failed ([Errno 28] No space left on device); retrying every 30 s"
     ]
 
 
