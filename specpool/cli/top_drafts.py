@@ -9,7 +9,7 @@ NO_DRAFT = pb.DraftModelState()
 
 @dataclass(frozen=True)
 class Draft:
-    """One of several draft models. Rates cover a period, or if it was idle, all time; None: undefined."""
+    """One of several draft models. Rates cover a period, or since the start if idle. None: undefined."""
 
     name: str
     model: str

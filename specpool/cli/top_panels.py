@@ -134,7 +134,7 @@ def _worker_line(worker: Worker) -> RenderableType:
 
 
 def _draft_line(draft: Draft) -> Text:
-    """Format a draft model on one line, so that 80 columns show it completely."""
+    """Format a draft model on one line of at most 80 columns."""
     gain = UNDEFINED if draft.gain is None else f"{draft.gain:.2f}x"
     accepted = f"{_percent(draft.acceptance_rate)} accepted, {_length(draft.tokens_per_round)} tokens/round"
     text = f": gain {gain}, {accepted}, share {_percent(draft.share)}"

@@ -120,7 +120,7 @@ def feature_layers_for(settings: DistillSettings, config: PreTrainedConfig) -> l
 def checkpoint_of(
     settings: DistillSettings, layers: list[int], feature_layers: list[int], examples: Sequence[Example] = ()
 ) -> Checkpoint:
-    """The checkpoint of a draft with these settings and layers. A recording changes, so its answers also count."""
+    """Return the checkpoint of a draft with these settings, layers and recorded answers, if any."""
     began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
     if (file := settings.draft_to_continue) is not None:
         began = {"initial": str(file.resolve())}

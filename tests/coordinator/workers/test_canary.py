@@ -101,14 +101,14 @@ async def test_sequences_of_a_canary_that_dies_continue_with_the_other_draft() -
 
 
 class WithoutBranches(RecordingDraft):
-    """Cannot draft during a verification, such as a draft with another tokenizer."""
+    """A draft that cannot draft during a verification, like one with another tokenizer."""
 
     def __init__(self, target: RecordingTarget, **knobs: Any) -> None:
         super().__init__(target, max_branches=0, **knobs)
 
 
 async def test_a_canary_without_branches_takes_none_from_the_current_draft() -> None:
-    """It drafts now and then before the verification."""
+    """It sometimes drafts before the verification."""
     async with serving_canary(canary=WithoutBranches, draft_share="new=0.25", overlap="on") as (served, current, new):
         with branches_only():
             await generate(served, 16, 200)

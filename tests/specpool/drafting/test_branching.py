@@ -106,7 +106,7 @@ def test_without_branches_drafts_come_before_the_verification() -> None:
 
 
 def test_a_draft_that_cannot_branch_takes_no_branches_from_others() -> None:
-    """It drafts now and then before the verification, so that its acceptance is known."""
+    """It sometimes drafts before the verification, so that its acceptance is known."""
     lengths, _ = lengths_after_trials(max_branches=64)
     offered = {i: DraftOptions(max_num_draft_tokens=16, can_branch=i > 0) for i in range(8)}
     rounds = [lengths.choose(offered, max_branches=64) for _ in range(4 * ROUNDS_WITH_BRANCHES)]
