@@ -25,8 +25,9 @@ ADDRESS, LENGTH = "10.0.0.1:1", 512
 DRAFT = WorkerSetup("draft", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0.002, 0.00004)
 TARGET = WorkerSetup("target", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0.02, 0.002)
 EXCHANGE = 0.0002
-TOLERANCE = 0.15
-"""Tolerance: the prediction ignores prefill, and lookups that are dropped because a round was sent ahead."""
+TOLERANCE = 0.18
+"""Tolerance: the prediction ignores prefill, and lookups that are dropped because a round was sent ahead. Longer lookups
+are dropped more often."""
 
 
 @dataclass(frozen=True)
