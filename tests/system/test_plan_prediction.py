@@ -26,8 +26,8 @@ DRAFT = WorkerSetup("draft", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0
 TARGET = WorkerSetup("target", ADDRESS, BATCH, LENGTH, BATCH * LENGTH, "cuda:0", 0.02, 0.002)
 EXCHANGE = 0.0002
 TOLERANCE = 0.18
-"""Tolerance: the prediction ignores prefill, and lookups that are dropped because a round was sent ahead. Longer lookups
-are dropped more often."""
+"""Tolerance: the prediction ignores prefill, and lookups that are dropped because a round was sent ahead, as
+long ones often are."""
 
 
 @dataclass(frozen=True)
