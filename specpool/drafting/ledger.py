@@ -91,7 +91,7 @@ class _Entry:
         if self.balance == MAX_BALANCE:
             self.divisor, self.is_retry = 1.0, False
         lost_before, self.lost = self.lost, gain < 0
-        if self.balance < 0 and (self.lost and lost_before or self.balance == -MAX_LOSS) and not self.is_paused:
+        if self.balance < 0 and ((self.lost and lost_before) or self.balance == -MAX_LOSS) and not self.is_paused:
             self.is_paused, self.reassess_in = True, RECENT
 
     def reassess(self, plain_seconds: float) -> None:
