@@ -11,7 +11,7 @@ from specpool.drafting.draft_models import DraftModel
 from specpool.drafting.draft_shares import DraftShares, Speeds
 from specpool.drafting.fixed_lengths import plan_fixed
 from specpool.drafting.ledger import MIN_GAIN
-from specpool.drafting.outcome import DraftCall, RoundOutcome
+from specpool.drafting.outcome import DraftCall, RoundOutcome, expected_lookup_gain
 from specpool.drafting.plans import (
     MAX_DRAFT_LAG,
     NO_DRAFTS,
@@ -205,6 +205,9 @@ class Drafting:
         """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
         self.sources.observe(commit.sequence, commit.lookup)
+        if commit.method is DraftMethod.PREDICTION:
+            gained = min(commit.num_agreed, commit.drafted)
+            self.sources.prediction.verified(commit.sequence, expected_lookup_gain(commit), gained)
         if commit.forced and commit.num_agreed >= commit.drafted:
             self._forced_tokens.add(commit.forced, commit.num_agreed - commit.drafted)
         if proposal is None or not proposal.draft_token_ids:

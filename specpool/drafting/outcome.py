@@ -126,9 +126,14 @@ def _credit(commit: Commit) -> float:
     """
     if commit.method is not DraftMethod.PREDICTION:
         return len(commit.token_ids) - 1
-    lookup, begin = commit.lookup, len(commit.sequence.token_ids) - len(commit.token_ids)
-    offset = max(0, begin - lookup.start)
-    return expected_gain(lookup.chances[offset : offset + commit.drafted])
+    return expected_lookup_gain(commit)
+
+
+def expected_lookup_gain(commit: Commit) -> float:
+    """Tokens that the verified part of a lookup was expected to gain. Call after the commit."""
+    begin = len(commit.sequence.token_ids) - len(commit.token_ids)
+    offset = max(0, begin - commit.lookup.start)
+    return expected_gain(commit.lookup.chances[offset : offset + commit.drafted])
 
 
 def draft_steps(items: Items[ProposeItem], proposals: Items[Proposal]) -> list[int]:

@@ -16,6 +16,8 @@ FIRST_GUESS = (0.45, 0.3, 0.15, 0.05)
 EXPONENTS = (4.0, 2.0, 1.2, 0.8)
 # Weight of an initial rate, in tokens.
 PRIOR_TOKENS = 6.0
+# Decay of earlier drafts per draft, and prior weight, in tokens, of drafts that gain what the rates predict.
+DRAFT_DECAY, PRIOR_GAIN = 0.95, 8.0
 # Weights above which a rate, or a share of right tokens, is halved.
 MAX_TOKENS, MAX_QUALITY_TOKENS = 256.0, 32.0
 
@@ -57,6 +59,17 @@ class PlaceRates:
         self._start, self._guess = rates(FIRST_START), rates(*FIRST_GUESS)
         self._near, self._far = rates(*FIRST_NEAR), rates(*FIRST_FAR)
         """By quality, then by run or tokens since the difference."""
+        self._expected, self._gained = PRIOR_GAIN, PRIOR_GAIN
+
+    def add_draft(self, expected: float, gained: int) -> None:
+        """Record how many tokens of a verified draft were right, and how many the chances let expect.
+
+        Rates of tokens can be right on average while drafts are not, such as where each begins before a difference.
+        """
+        self._expected, self._gained = (
+            DRAFT_DECAY * before + (1 - DRAFT_DECAY) * PRIOR_GAIN + new
+            for before, new in ((self._expected, expected), (self._gained, gained))
+        )
 
     def add(self, run: int, since: int, is_distant: bool, quality: Quality, is_right: bool) -> None:
         """Record whether the token after a run was right. See `chances`."""
@@ -74,15 +87,20 @@ class PlaceRates:
         """
         parts: list[tuple[float, ...]] = []
         if not run and num_tokens:
-            parts.append((self._rate(run, since, is_distant, quality.bin).value,))
+            parts.append((self._corrected(self._rate(run, since, is_distant, quality.bin)),))
             run, num_tokens = 1, num_tokens - 1
         rates = (self._far if is_distant else self._near)[quality.bin]
         for index in range(_bin(run, RUNS), len(rates)):
             last = RUNS[index] if index < len(RUNS) else run + num_tokens
             count = min(num_tokens, last + 1 - run)
-            parts.append((rates[index].value,) * count)
+            parts.append((self._corrected(rates[index]),) * count)
             run, num_tokens = run + count, num_tokens - count
         return tuple(chain.from_iterable(parts))
+
+    def _corrected(self, rate: _Rate) -> float:
+        """The rate, with its odds multiplied by what recent drafts gained, relative to what they should have."""
+        right = rate.value * self._gained
+        return right / (right + (1 - rate.value) * self._expected)
 
     def _rate(self, run: int, since: int, is_distant: bool, quality: int) -> _Rate:
         if run:

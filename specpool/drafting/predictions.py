@@ -66,6 +66,11 @@ class PredictionSource:
         if sequence.sequence_id in self._places:
             self._places[sequence.sequence_id].follow(sequence.token_ids)
 
+    def verified(self, sequence: Sequence, expected: float, gained: int) -> None:
+        """Learn from a verified draft; see `PlaceRates.add_draft`."""
+        if sequence.sequence_id in self._places:
+            self._places[sequence.sequence_id].rates.add_draft(expected, gained)
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """See `Source`."""
         for sequence_id in sequence_ids:
@@ -90,10 +95,10 @@ class _Place:
 
     def __init__(self, sequence: Sequence, index: PredictionIndex, rates: PlaceRates) -> None:
         length = len(sequence.token_ids)
-        self.index = index
+        self.index, self.rates = index, rates
         self.run = 0
         """Agreeing tokens before the place."""
-        self._prediction, self._prompt_length, self._rates = index.prediction, sequence.prompt_length, rates
+        self._prediction, self._prompt_length = index.prediction, sequence.prompt_length
         self._read = max(self._prompt_length, length - REREAD_TOKENS)
         """Number of tokens of the sequence followed so far."""
         self._next = self._confirmed = min(len(self._prediction), self._read - self._prompt_length)
@@ -109,7 +114,7 @@ class _Place:
 
     def chances(self, num_tokens: int) -> tuple[float, ...]:
         """Acceptance probability of each of the next tokens."""
-        return self._rates.chances(self.run, self._since, self._is_distant, self._quality, num_tokens)
+        return self.rates.chances(self.run, self._since, self._is_distant, self._quality, num_tokens)
 
     def follow(self, token_ids: Items[int]) -> None:
         """Advance by the tokens that the sequence has gained."""
@@ -117,7 +122,7 @@ class _Place:
             is_right = False
             if self._next < len(self._prediction):
                 is_right = self._prediction[self._next] == token_ids[end - 1]
-                self._rates.add(self.run, self._since, self._is_distant, self._quality, is_right)
+                self.rates.add(self.run, self._since, self._is_distant, self._quality, is_right)
                 self._quality.add(is_right)
             self._since += 1
             if is_right:
@@ -145,7 +150,7 @@ class _Place:
                 near = max(near, (run, -distance, place))
         self._is_distant = far[0] >= near[0] + TRUSTED_RUN
         self.run, _, self._next = far if self._is_distant else near
-        chance, quality = self._rates.chance, self._quality
+        chance, quality = self.rates.chance, self._quality
         if not self.run or chance(0, self._since, False, quality) > chance(self.run, 0, self._is_distant, quality):
             self.run, self._is_distant, self._next = 0, False, expected
 

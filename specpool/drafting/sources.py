@@ -52,9 +52,9 @@ class DraftSources:
 
     def __init__(self, store_tokens: int = 0) -> None:
         """`store_tokens`: maximum tokens of finished answers to store; 0: store none."""
-        self.sequence = SequenceSource()
+        self.sequence, self.prediction = SequenceSource(), PredictionSource()
         self.answers = AnswerSource(store_tokens) if store_tokens else None
-        self.by_name: dict[LookupSource, Source] = {SEQUENCE: self.sequence, PREDICTION: PredictionSource()}
+        self.by_name: dict[LookupSource, Source] = {SEQUENCE: self.sequence, PREDICTION: self.prediction}
         if self.answers is not None:
             self.by_name[ANSWERS] = self.answers
 

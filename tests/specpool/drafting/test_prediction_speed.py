@@ -34,9 +34,9 @@ def wrong(text: tuple[int, ...]) -> tuple[int, ...]:
 class Server:
     """Simulates rounds that take 3 ms, plus 1 ms per row. At best, drafts speed up 8 sequences by 1.38x."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = 0.003, row: float = 0.001) -> None:
         self.costs = RoundCosts(
-            StepTimes({1: 1.0, 2: 1.0}), StepTimes({rows: 0.003 + 0.001 * rows for rows in ROWS}), 0.0
+            StepTimes({1: 1.0, 2: 1.0}), StepTimes({rows: first + row * rows for rows in ROWS}), 0.0
         )
         self.drafting, self._number = Drafting(16, self.costs), 0
 
@@ -90,6 +90,20 @@ def test_a_wrong_prediction_costs_little(batch: int, after: Edit | None) -> None
     if after is not None:
         server.answer(texts, [after(text) for text in texts])
     assert max(server.answer(texts, [wrong(text) for text in texts])) < 1.02 * plain
+
+
+@pytest.mark.parametrize("right", [8, 16, 32])
+def test_regularly_wrong_tokens_cost_little(right: int) -> None:
+    """Rates of single tokens cannot tell that drafts often begin just before a wrong token."""
+
+    def interrupted(text: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(token if (at + 1) % (right + 1) else 900 for at, token in enumerate(text))
+
+    server = Server(0.0035, 0.00033)
+    plain = max(server.answer(TEXTS, [()] * 8))
+    for _ in range(3):
+        seconds = max(server.answer(TEXTS, [interrupted(text) for text in TEXTS]))
+    assert seconds < 1.02 * plain
 
 
 def test_wrong_predictions_of_one_client_do_not_affect_others() -> None:
