@@ -80,7 +80,10 @@ class _Entry:
             self._resume()
 
     def charge(self, tokens: float, seconds: float, plain_seconds: float) -> None:
-        """Record a round that drafted. Pause the method at the second loss in a row with a negative balance."""
+        """Record a round that drafted. Pause the method at the second loss in a row with a negative balance.
+
+        A method that was paused before pauses at its first loss again.
+        """
         self.rounds += 1
         weight = max(1 / RECENT, 1 / self.rounds)
         self.tokens += weight * (tokens - self.tokens)
@@ -91,7 +94,8 @@ class _Entry:
         if self.balance == MAX_BALANCE:
             self.divisor, self.is_retry = 1.0, False
         lost_before, self.lost = self.lost, gain < 0
-        if self.balance < 0 and ((self.lost and lost_before) or self.balance == -MAX_LOSS) and not self.is_paused:
+        is_certain = self.is_retry or (self.lost and lost_before) or self.balance == -MAX_LOSS
+        if self.balance < 0 and is_certain and not self.is_paused:
             self.is_paused, self.reassess_in = True, RECENT
 
     def reassess(self, plain_seconds: float) -> None:

@@ -74,20 +74,21 @@ async def test_a_canary_drafts_for_its_share_and_changes_no_token(tiny_pair: Pai
         started(*up_command(tiny_pair, *flags, "--draft-share", "canary=1")) as process,
         AsyncClient(await address_of(process)) as client,
     ):
-        await connected(client)
+        await drafts_of(client)
         plain = await client.generate("abc", max_tokens=30, ignore_eos=True, num_speculative_tokens=0)
         drafted = await client.generate("abc", max_tokens=30, ignore_eos=True)
-        current, canary = await connected(client)
+        current, canary = await drafts_of(client, completion_tokens=60)
     assert drafted.token_ids == plain.token_ids
     assert (current.name, current.share, current.draft_tokens) == ("current", 0, 0)
     assert (canary.name, canary.share) == ("canary", 1)
     assert canary.draft_tokens == canary.accepted_draft_tokens > 0
 
 
-async def connected(client: AsyncClient) -> Sequence[pb.DraftModelState]:
-    """Return the state of both drafts once the coordinator has connected to their workers."""
+async def drafts_of(client: AsyncClient, completion_tokens: int = 0) -> Sequence[pb.DraftModelState]:
+    """Return the state of both drafts once both are connected and these tokens are counted: the state may be old."""
     while True:
-        drafts = (await client.server_info()).drafts
-        if [draft.ready_workers for draft in drafts] == [1, 1]:
-            return sorted(drafts, key=lambda draft: draft.name, reverse=True)
+        info = await client.server_info()
+        ready = [draft.ready_workers for draft in info.drafts]
+        if ready == [1, 1] and info.counters.completion_tokens == completion_tokens:
+            return sorted(info.drafts, key=lambda draft: draft.name, reverse=True)
         await asyncio.sleep(0.1)
