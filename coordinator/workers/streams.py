@@ -110,9 +110,9 @@ class _Stream:
             self._unanswered += 1
             async with self._reading, self._timeout(seconds):
                 response = await self.call.read()
-            self._unanswered -= 1  # a round that fails here breaks the stream
             if response is grpc.aio.EOF:
                 raise _error(StatusCode.UNAVAILABLE, "the worker ended the stream")
+            self._unanswered -= 1  # a round that fails before this breaks the stream
             began, self._answered = max(began, self._answered), time.perf_counter()
             check(response)
         except BaseException as error:

@@ -181,6 +181,34 @@ async def test_a_failed_write_does_not_blame_the_round_before() -> None:
     assert isinstance(second, WorkerUnreachableError)
 
 
+class Ending(Broken):
+    """A stream that ends while the second request is being written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_writing = asyncio.Event()
+
+    async def write(self, request: bytes) -> None:
+        if self.left:
+            return await super().write(request)
+        self.is_writing.set()
+        await self.broken.wait()
+        raise self.error
+
+    async def read(self) -> Any:
+        await self.is_writing.wait()
+        self.broken.set()
+        return grpc.aio.EOF
+
+
+async def test_a_stream_that_ends_does_not_blame_the_round_after() -> None:
+    calls = RoundCalls(Ending, PATIENCE_SECONDS)
+    first, second = await asyncio.gather(calls(b"a"), calls(b"b"), return_exceptions=True)
+    assert isinstance(first, grpc.aio.AioRpcError)
+    assert isinstance(second, WorkerUnreachableError)
+    assert second.cause is Cause.NOT_SENT
+
+
 async def test_the_first_of_several_rounds_on_a_dead_stream_counts_as_lost() -> None:
     """Otherwise none of them would, and the coordinator would send the same rounds for ever."""
     calls = RoundCalls(partial(Broken, 0, StatusCode.UNAVAILABLE), PATIENCE_SECONDS)
