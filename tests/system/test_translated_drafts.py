@@ -74,8 +74,9 @@ async def test_tokens_equal_plain_decoding(tmp_path: Path, kind: str) -> None:
             assert [list(response.token_ids) for response in responses] == plain
         await pair.draft_link.wait_ready()
         assert pair.draft_link.instance_id == instance_id
+        responses = await asyncio.gather(*(pair.client.stub.Generate(request) for request in texts(4)))
+        assert [list(response.token_ids) for response in responses] == plain
         assert sum(response.speculative_decoding.num_draft_tokens for response in responses) > 0
-        assert await pair.client.stub.Generate(texts(4)[0])
         assert len(pair.draft.backend.translations._entries) == 1
         await pair.wait_idle()
         await pair.draft.run(lambda backend: backend.engine.slots.check_integrity())
