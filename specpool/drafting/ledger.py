@@ -4,8 +4,8 @@ The cost model predicts the gain of a draft; the ledger measures it. It compares
 with the time that plain rounds would have needed for the same tokens. Each method has an entry for each class of batch
 sizes, in units of plain rounds:
 
-- Gains and losses add up to a balance. A second loss in a row pauses the method while the balance is negative, and time
-  refills it until a retry.
+- Gains and losses add up to a balance. While it is negative, a second loss in a row pauses the method, and after an
+  earlier pause the first loss does. Time refills the balance until a retry.
 - A method that the cost model rules out gets trials, paid from a budget that time refills too.
 
 The more often a method loses, the slower both refill.
