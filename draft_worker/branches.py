@@ -122,7 +122,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
             sampled_rows += num_logits
             num_logits = 0 if sampled_rows > MAX_SAMPLED_ROWS else num_logits
         states = states_of(item, engine.engine.loaded.features, following=item.num_unverified)
-        yield key, engine.span(key, item.token_ids, num_logits, states)
+        yield key, engine.span(key, item.token_ids, num_logits, states, num_tentative=item.num_unverified)
 
 
 def _outlined(

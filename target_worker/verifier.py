@@ -126,7 +126,7 @@ class Verifier(SequenceEngine):
         num_states = item.num_features(feature_window, len(draft))
         if self.drafts is not None and self.drafts.reads(item):
             num_states = len(item.token_ids) + len(draft)
-        return self.span(key, item.token_ids + draft, num_logits, num_states=num_states)
+        return self.span(key, item.token_ids + draft, num_logits, num_states=num_states, num_tentative=len(draft))
 
     def _judge(self, key: SequenceKey, item: VerifyItem, choices: Choices, forced: tuple[int, ...]) -> Verdict:
         if not choices.finite:

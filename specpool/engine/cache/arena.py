@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specpool.engine.cache.memory import return_pages, zeros
+from specpool.engine.cache.recurrent import RecurrentArena
 from specpool.engine.numerics.uploads import upload
 
 SPARE_COLUMNS = 17
@@ -35,8 +36,13 @@ class KVArena:
         device: torch.device,
         tables: tuple[int, int],
         page_size: int,
+        recurrent: RecurrentArena | None = None,
     ) -> None:
-        """`columns`: columns of all pages. `tables`: shape of the page tables."""
+        """`layers`: layers that attend. `columns`: columns of all pages. `tables`: shape of the page tables.
+
+        `recurrent`: states of the recurrent layers, if there are any.
+        """
+        self.recurrent = recurrent
         self.columns, self.device, self.page_size = columns, device, page_size
         of_head = columns + (SPARE_COLUMNS if device.type == "cpu" else 0)
         self._storage = zeros((layers, 2, kv_heads, of_head, head_dim), dtype, device)
@@ -63,6 +69,8 @@ class KVArena:
     def clear(self) -> None:
         """Forget all columns. On a CPU, they take no memory until they are used again."""
         return_pages(self._storage)
+        if self.recurrent is not None:
+            self.recurrent.clear()
 
     def assign(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Write pages into a slot's table, starting at entry `first`. `flush` sends them to the device."""

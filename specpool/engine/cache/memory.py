@@ -29,16 +29,17 @@ class Footprint:
     weights: int
     activations: int  # upper bound for one pass
     kv: int = 0  # KV cache of all slots
+    states: int = 0  # recurrent states of all slots and of the prefix cache
     # Counted only under `memory_limit`:
     grammars: int = 0  # reserved for compiled grammars and their tokenizer
     base: int = 0  # everything else in the process
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.kv + self.grammars + self.base
+        return self.weights + self.activations + self.kv + self.states + self.grammars + self.base
 
     def __str__(self) -> str:
-        optional = "grammars", "base"
+        optional = "states", "grammars", "base"
         parts = [f"{name} {readable(count)}" for name, count in vars(self).items() if count or name not in optional]
         return f"{readable(self.total)}: {', '.join(parts)}"
 
@@ -57,6 +58,8 @@ class KVLimit:
     """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
     beside: Footprint | None = None
     """Memory of another model in this process, which counts against the limit; None: there is none."""
+    states: int = 0
+    """Bytes of recurrent states, which the limit includes."""
     position_bytes: int | None = None
     """Bytes of a position that count against the limit, perhaps in both caches; None: those of this cache."""
     max_model_len: int | None = None
@@ -78,7 +81,7 @@ class KVLimit:
 
     @property
     def _others(self) -> int:
-        return sum(each.total for each in (self.included, self.beside) if each is not None)
+        return self.states + sum(each.total for each in (self.included, self.beside) if each is not None)
 
     @property
     def flag(self) -> str:
@@ -87,6 +90,8 @@ class KVLimit:
 
     def __str__(self) -> str:
         limit = f"{self.flag} of {readable(self.option_bytes)}"
+        if self.states:
+            limit = f"{limit}, less {readable(self.states)} of recurrent states,"
         if self.included is None:
             return limit
         base = f"{readable(self.included.base)} of the process, " if self.included.base else ""

@@ -80,6 +80,10 @@ class PagePool:
         del self._cached[self._digests.pop(page)]
         return True
 
+    def has(self, digest: bytes) -> bool:
+        """Whether the prefix cache has a page with this digest."""
+        return digest in self._cached
+
     def references(self, page: int) -> int:
         """Number of sequences that hold a page."""
         return self._references.get(page, 0)

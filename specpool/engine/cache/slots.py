@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specpool.engine.cache.carried import CarriedDraft
+from specpool.engine.cache.checkpoints import Checkpoints
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.turns import Turns
 from specpool.engine.sampling.rules import SequenceRules
@@ -54,12 +55,20 @@ class Slot:
 class SlotTable:
     """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
-    def __init__(self, slots: int, tables: PageTables | None = None, window: int | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        tables: PageTables | None = None,
+        window: int | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
         """`tables`: page tables of the slots. Default: one page of one column per slot.
 
         `window`: number of positions that a row attends to, including its own; None: all positions up to its own.
-        Pages before the windows of a round's rows are freed once the round has run.
+        Pages before the windows of a round's rows are freed once the round has run. `checkpoints`: those of recurrent
+        layers, if the model has any.
         """
+        self.checkpoints = checkpoints
         self._window = window
         self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
         self.tables.pool.on_evict = self._record_eviction
@@ -101,6 +110,8 @@ class SlotTable:
 
     def _holds(self, slot: Slot, base_length: int) -> bool:
         """Return whether the cache holds every position below `base_length` that later rows attend to."""
+        if self.checkpoints is not None and not self.checkpoints.holds(slot.index, base_length):
+            return False
         first = self.tables.first(slot.index) if base_length else 0  # a restarted sequence reads none
         return base_length <= slot.num_cached_tokens and first <= self._first_read(base_length)
 
@@ -112,6 +123,8 @@ class SlotTable:
         """Protect cached pages from being overwritten after the base. Return False if the first one is shared."""
         base, tables = item.base_length, self.tables
         whole, rest = divmod(base, tables.page_size)
+        if self.checkpoints is not None:
+            self.checkpoints.truncate(slot.index, base)
         if base == 0:
             tables.truncate(slot.index, 0)
             slot.digests, slot.num_digested_pages, slot.own_states = None, 0, {}
@@ -143,6 +156,8 @@ class SlotTable:
         if shared:
             tables.truncate(slot.index, base)
             tables.add(slot.index, shared)
+            if self.checkpoints is not None and slot.digests is not None:
+                self.checkpoints.share(slot.index, slot.digests.first(len(shared) + base // tables.page_size, []))
             slot.num_digested_pages += len(shared)
             slot.token_ids[base:] = item.token_ids[: len(shared) * tables.page_size]
         slot.prefix_length = len(shared) * tables.page_size
@@ -162,6 +177,8 @@ class SlotTable:
             for page, digest in zip(tables.pages(slot.index, first, count), digests[first:], strict=True):
                 tables.pool.cache(page, digest)
             slot.num_digested_pages = count
+            if self.checkpoints is not None:
+                self.checkpoints.cache(slot.index, num_cached_tokens, digests)
         tables.free_before(slot.index, self._first_read(start))
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
@@ -172,14 +189,20 @@ class SlotTable:
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         token_ids = [*slot.token_ids[: item.base_length], *item.token_ids]
-        shared = self.tables.pool.share(slot.digests.first(whole + count, token_ids)[whole:])
+        digests = slot.digests.first(whole + count, token_ids)
+        if self.checkpoints is not None:
+            digests = digests[: self.checkpoints.shared_pages(digests)]
+        shared = self.tables.pool.share(digests[whole:])
         slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts
         return shared
 
     def cached_prefix(self, namespace: bytes, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens of a new sequence the prefix cache holds, never counting the last token."""
         size, pool = self.tables.page_size, self.tables.pool
-        pages = pool.share(PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids))
+        digests = PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids)
+        if self.checkpoints is not None:
+            digests = digests[: self.checkpoints.shared_pages(digests)]
+        pages = pool.share(digests)
         pool.drop(pages)
         return len(pages) * size
 
@@ -257,6 +280,8 @@ class SlotTable:
     def _evict(self, key: SequenceKey) -> None:
         index = self._slots.pop(key).index
         self.tables.truncate(index, 0)
+        if self.checkpoints is not None:
+            self.checkpoints.truncate(index, 0)
         self._free.append(index)
 
     def find(self, key: SequenceKey) -> Slot | None:
@@ -316,6 +341,8 @@ class SlotTable:
         held = [slot.index for slot in self._slots.values()]
         assert sorted(held + self._free) == list(range(self.total)), "slots lost or held twice"
         self.tables.check_integrity()
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity()
         for slot in self._slots.values():
             count = slot.num_digested_pages
             assert slot.num_cached_tokens <= self.capacity(slot), "cached positions have no page"

@@ -26,6 +26,8 @@ class Span:
     """How many logical columns positions from `prefix_length` on are shifted to the right. 0: no branch."""
     num_states: int = 0
     """Number of trailing tokens whose hidden states are needed."""
+    num_tentative: int = 0
+    """Number of trailing tokens that the sequence may not keep, such as drafts."""
     states: torch.Tensor | None = None
     """Input of a feature draft: the target's states before the last tokens, [at most one per token, width]."""
     own_states: Mapping[int, torch.Tensor] | None = None
@@ -58,4 +60,5 @@ class Span:
             states=states,
             own_states=own_states,
             num_states=max(0, end - max(begin, count - self.num_states)),
+            num_tentative=max(0, end - max(begin, count - self.num_tentative)),
         )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from specpool.engine.cache.recurrent import RecurrentSizes
 from specpool.engine.models.loading import LoadedModel
-from specpool.engine.passes.families import longest_window
+from specpool.engine.passes.families import longest_window, recurrent_sizes
 from specpool.engine.sharding.shares import head_dim_of
 from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, map_on_threads
@@ -33,6 +34,13 @@ class ModelFacts:
     device: torch.device
     window: int | None = None
     """Maximum number of positions that a row attends to, including its own; None: all positions up to its own."""
+    recurrent: RecurrentSizes | None = None
+    """Sizes of recurrent layers, which cache no keys and values; None: all layers attend."""
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers that cache keys and values."""
+        return self.layers - (0 if self.recurrent is None else self.recurrent.layers)
 
     @property
     def query_groups(self) -> int:
@@ -42,8 +50,8 @@ class ModelFacts:
         return replace(self, heads=kv_heads * self.query_groups, kv_heads=kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a position in a KV cache of this dtype, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        """Return the bytes of a position in a KV cache of this dtype, over all layers that attend."""
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 def read_facts(loaded: LoadedModel) -> ModelFacts:
@@ -65,6 +73,7 @@ def read_facts(loaded: LoadedModel) -> ModelFacts:
         dtype=loaded.model.dtype,
         device=loaded.model.device,
         window=longest_window(config),
+        recurrent=recurrent_sizes(config),
     )
 
 

@@ -88,7 +88,16 @@ class Draft:
         """Make draft tokens the span of the next pass."""
         span, own_states = self.span, {0: self.own_states[-1][-1]} if self.own_states else None
         self.context += token_ids
-        self.span = Span(span.slot, span.end, token_ids, 1, span.prefix_length, span.offset, own_states=own_states)
+        self.span = Span(
+            span.slot,
+            span.end,
+            token_ids,
+            1,
+            span.prefix_length,
+            span.offset,
+            own_states=own_states,
+            num_tentative=len(token_ids),
+        )
 
 
 @dataclass(frozen=True)

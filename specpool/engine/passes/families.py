@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from specpool.engine.cache.recurrent import RecurrentSizes
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
@@ -17,6 +18,7 @@ GEMMA = {"gemma", "gemma2", "gemma3_text"}
 SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
+DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"}
 FAMILIES = SHARDABLE | GEMMA | MIXTURES | {"ministral", "seed_oss"}
 
@@ -38,6 +40,23 @@ def longest_window(config: PreTrainedConfig) -> int | None:
     if config.model_type in FAMILIES - WINDOWED or not {*types} <= {"sliding_attention"}:
         return None
     return window_of(config)
+
+
+def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
+    """Return the sizes of a model's recurrent layers; None if all layers attend."""
+    layers = [*(getattr(config, "layer_types", None) or ())].count("linear_attention")
+    if config.model_type not in DELTA_NETS or not layers:
+        return None
+    sizes: Any = config
+    keys, values = sizes.linear_num_key_heads, sizes.linear_num_value_heads
+    key_size, value_size = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+    return RecurrentSizes(
+        layers,
+        state=(values, key_size, value_size),
+        inputs=2 * keys * key_size + values * value_size,
+        taps=sizes.linear_conv_kernel_dim,
+        gates=2 * values,
+    )
 
 
 def expert_count(config: PreTrainedConfig) -> int:

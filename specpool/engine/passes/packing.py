@@ -3,11 +3,13 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.uploads import upload
 from specpool.engine.passes.attention_plan import AttentionPlan
@@ -16,6 +18,7 @@ from specpool.engine.passes.attention_plan import AttentionPlan
 INPUT_IDS, POSITIONS, SLOTS, PREFIX_LENGTHS, OFFSETS = range(5)
 TILE_BEGINS, TILE_SIZES = range(2)
 NUMBERS_PER_ROW = OFFSETS + 1
+PADDING = Segment(0, 0, 0, NONE, 0, 0, NONE, 0, 0)
 
 
 class Shape(NamedTuple):
@@ -24,6 +27,7 @@ class Shape(NamedTuple):
     rows: int
     tiles: int  # of attention, in a pass without an attention plan
     logits: int
+    segments: int = 0  # of recurrent layers
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,19 @@ class PackedBatch:
     """Numbers of layers after which to record the hidden states."""
     states: torch.Tensor | None = None
     """Output: bfloat16 states [rows, state layers, hidden]; None without state layers."""
+    num_segments: int = 0
+    """Segments of recurrent layers, with padding; 0: the model has no recurrent layers."""
     state_slots: torch.Tensor | None = None
     """Index in `states` by number of layers, [layers + 1] int32, on the device; -1: not recorded. For GPU kernels."""
 
     @classmethod
     def of_padding(cls, arena: KVArena, shape: Shape, max_length: int) -> "PackedBatch":
         """A batch without tokens, whose padding is neither cached nor attended."""
-        rows, tiles, logits = shape
-        numbers = torch.zeros(NUMBERS_PER_ROW * rows + 2 * tiles + logits, dtype=torch.int64, device=arena.device)
+        rows, tiles, logits, segments = shape
+        size = NUMBERS_PER_ROW * rows + 2 * tiles + logits + len(Segment._fields) * segments
+        numbers = torch.zeros(size, dtype=torch.int64, device=arena.device)
         numbers[SLOTS * rows : (SLOTS + 1) * rows] = -1
-        return cls(arena, 0, rows, tiles, max_length, 0, numbers)
+        return cls(arena, 0, rows, tiles, max_length, 0, numbers, num_segments=segments)
 
     def record_states(self, num_layers: int, hidden: torch.Tensor) -> None:
         """Record the hidden states [rows, hidden] after this number of layers, if they are needed."""
@@ -68,7 +75,7 @@ class PackedBatch:
     @property
     def shape(self) -> Shape:
         """The padded sizes of the pass."""
-        return Shape(self.rows, self.tiles, len(self.numbers) - self._first_logit_row)
+        return Shape(self.rows, self.tiles, self._first_segment - self._first_logit_row, self.num_segments)
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -108,7 +115,12 @@ class PackedBatch:
     @property
     def logit_rows(self) -> torch.Tensor:
         """Packed index of each row of logits, [R, padded]."""
-        return self.numbers[self._first_logit_row :]
+        return self.numbers[self._first_logit_row : self._first_segment]
+
+    @property
+    def segments(self) -> torch.Tensor:
+        """How recurrent layers run each span, [segments, fields of `Segment`]; padding has no rows."""
+        return self.numbers[self._first_segment :].view(self.num_segments, -1)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -116,6 +128,10 @@ class PackedBatch:
         first, size = self.numbers.data_ptr(), self.numbers.element_size()
         starts = (*range(0, NUMBERS_PER_ROW * self.rows, self.rows), self._first_logit_row)
         return tuple(first + size * start for start in starts)
+
+    @property
+    def _first_segment(self) -> int:
+        return len(self.numbers) - len(Segment._fields) * self.num_segments
 
     @property
     def _first_logit_row(self) -> int:
@@ -131,12 +147,13 @@ def pack(
     padded: Callable[[Shape], Shape],
     rows_per_tile: int = 1,
     repeats: bool = True,
+    segments: Sequence[Segment] = (),
 ) -> PackedBatch:
     """Concatenate the spans in order.
 
     `padded`: the padded shape of a pass that needs this one. `rows_per_tile`: maximum rows of a tile of attention.
     `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor
-    attended.
+    attended. `segments`: how recurrent layers run each span, if the model has such layers.
     """
     input_ids: list[int] = []
     positions: list[int] = []
@@ -154,14 +171,15 @@ def pack(
         sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
-    rows, tiles, logits = padded(Shape(tokens, len(begins), num_logits))
+    rows, tiles, logits, num_segments = padded(Shape(tokens, len(begins), num_logits, len(segments)))
     for numbers, padding in ((input_ids, 0), (positions, 0), (slots, -1)):
         numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
     logit_rows += (logit_rows[:1] or [0]) * (logits - num_logits)
     of_rows = array("q", input_ids + positions + slots) + _branches(spans, rows)
-    packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows), dtype=torch.int64)
+    of_segments = [*chain.from_iterable(segments), *PADDING * (num_segments - len(segments))]
+    packed = torch.frombuffer(of_rows + array("q", begins + sizes + logit_rows + of_segments), dtype=torch.int64)
     return PackedBatch(
         arena=arena,
         tokens=tokens,
@@ -170,6 +188,7 @@ def pack(
         max_length=max(span.end for span in spans),
         num_logits=num_logits,
         numbers=upload(packed, arena.device),
+        num_segments=num_segments,
     )
 
 

@@ -77,7 +77,8 @@ class Engine:
         """Memory limit of compiled grammars, in bytes."""
         self.leader = leader
         """Rank 0's connection to the other ranks; None unless the model is sharded."""
-        self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups, facts.hidden_size)
+        sizes = facts.query_groups, facts.hidden_size
+        self.runner = PassRunner(forward_pass, self.layout.arena, self.tiles, *sizes, self.slots.checkpoints)
         self._ranks: tuple[RankMemory, ...] = ()
         self._weight_kinds = Counter(forward_pass.weight_kinds)
         if leader is not None:
@@ -174,7 +175,7 @@ class Engine:
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences."""
-        return self.forward_pass.supports_branches and not self.layout.is_padded
+        return self.forward_pass.supports_branches and not self.layout.is_padded and self.facts.recurrent is None
 
     @property
     def passes(self) -> int:
@@ -263,6 +264,8 @@ class Engine:
         for slot in range(self.slots.total):
             tables.truncate(slot, 0)
         tables.pool.clear()
+        if self.slots.checkpoints is not None:
+            self.slots.checkpoints.clear()
         self.layout.arena.clear()
 
     def close(self) -> None:

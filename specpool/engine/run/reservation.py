@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import Checkpoints
 from specpool.engine.cache.layout import LAYOUTS, KVLayout, page_size_of
 from specpool.engine.cache.memory import (
     Footprint,
@@ -19,6 +20,7 @@ from specpool.engine.cache.memory import (
     weight_bytes,
 )
 from specpool.engine.cache.pages import PageTables
+from specpool.engine.cache.recurrent import RecurrentArena, RecurrentSizes, tail_rows
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_PER_TOKEN = 900
 """Measured bytes of llguidance's tokenizer per vocabulary token."""
+CHECKPOINTS_PER_SLOT = 3
+"""Two for the sequence, and one for the prefix cache."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
 
@@ -108,24 +112,30 @@ def reserve_cache(
     if options.memory_limit is not None and grammar_bytes and facts.device.type == "cpu":
         others = replace(others, grammars=grammar_bytes + facts.vocab_size * GRAMMAR_BYTES_PER_TOKEN)
     limit = (limit_cache or own_limit)(CacheNeeds(options, facts, dtype, others))
-    limit = replace(limit, other_ranks=other_ranks)
+    page_size = page_size_of(facts.device)
+    rows, entries = tail_rows(page_size), CHECKPOINTS_PER_SLOT * options.max_sequences
+    limit = replace(
+        limit, other_ranks=other_ranks, states=state_bytes(facts.recurrent, dtype, options.max_sequences, rows)
+    )
     spare = tiles.kv if layout.is_padded else 0
     length = min(facts.max_model_len, limit.max_model_len or facts.max_model_len)
     if options.max_model_len is None:
         length = _affordable_length(length, limit.positions(per_token) // tiles.kv * tiles.kv - spare)
     # Attended columns are a multiple of the tile, counted from the sequence's start.
-    page_size = page_size_of(facts.device)
     longest = round_up(length, math.lcm(tiles.kv, page_size)) + spare
     if layout.is_padded:
         page_size = longest
     expected = None if layout.is_padded else options.expected_positions(facts.device.type)
     sequence = longest if expected is None else min(longest, round_up(expected, page_size))
     columns = _affordable_columns(longest, page_size, sequence, per_token, options, limit)
-    footprint = replace(limit.included or others, kv=columns * per_token)
+    footprint = replace(limit.included or others, kv=columns * per_token, states=limit.states)
     log.info("memory: %s", footprint)
+    recurrent = None
     try:
+        if facts.recurrent is not None:
+            recurrent = RecurrentArena(facts.recurrent, entries, options.max_sequences, rows, dtype, facts.device)
         arena = KVArena(
-            facts.layers,
+            facts.attention_layers,
             facts.kv_heads,
             columns,
             facts.head_dim,
@@ -133,15 +143,26 @@ def reserve_cache(
             facts.device,
             (options.max_sequences, longest // page_size),
             page_size,
+            recurrent,
         )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
-            f"a KV cache of {readable(columns * per_token)} cannot be allocated: {first_line(error)}"
+            f"a KV cache of {readable(columns * per_token + limit.states)} cannot be allocated: {first_line(error)}"
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
-    slots = SlotTable(options.max_sequences, tables, facts.window)
+    checkpoints = None
+    if recurrent is not None:
+        checkpoints = Checkpoints(options.max_sequences, entries, 0 if layout.is_padded else page_size, rows)
+    slots = SlotTable(options.max_sequences, tables, facts.window, checkpoints)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
+
+
+def state_bytes(sizes: RecurrentSizes | None, dtype: torch.dtype, slots: int, rows: int) -> int:
+    """Bytes of the recurrent states of `slots` sequences and of the prefix cache. `rows`: rows of a tail."""
+    if sizes is None:
+        return 0
+    return slots * (CHECKPOINTS_PER_SLOT * sizes.checkpoint_bytes(dtype) + sizes.tails_bytes(dtype, rows))
 
 
 def _affordable_length(length: int, columns: int) -> int:

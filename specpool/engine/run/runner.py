@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import Checkpoints, Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
@@ -28,10 +29,19 @@ class PassRunner:
     """A forward pass and its cache."""
 
     def __init__(
-        self, forward_pass: ForwardPass, arena: KVArena, tiles: Tiles, query_groups: int, hidden_size: int
+        self,
+        forward_pass: ForwardPass,
+        arena: KVArena,
+        tiles: Tiles,
+        query_groups: int,
+        hidden_size: int,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """`tiles`: shapes that make the pass batch invariant. `query_groups`: query heads per KV head."""
-        self.forward_pass, self.arena = forward_pass, arena
+        """`tiles`: shapes that make the pass batch invariant. `query_groups`: query heads per KV head.
+
+        `checkpoints`: those of recurrent layers, if the model has any.
+        """
+        self.forward_pass, self.arena, self._checkpoints = forward_pass, arena, checkpoints
         self._tiles, self._query_groups, self._hidden_size = tiles, query_groups, hidden_size
 
     def run(
@@ -60,10 +70,18 @@ class PassRunner:
         arena, forward_pass = self.arena, self.forward_pass
         arena.flush()
         planned = forward_pass.plans_attention
-        batch = pack(spans, arena, self._padded, forward_pass.rows_per_tile, repeats=planned)
+        segments = self._segments(spans)
+        batch = pack(spans, arena, self._padded, forward_pass.rows_per_tile, planned, segments)
         if planned:
             batch = replace(batch, attention=plan_attention(spans, arena, self._tiles, self._query_groups))
         return self._with_states(batch, spans) if forward_pass.state_size else batch
+
+    def _segments(self, spans: Sequence[Span]) -> list[Segment]:
+        """Plan the recurrence of each span, if the model has recurrent layers."""
+        if self._checkpoints is None:
+            return []
+        firsts = accumulate((len(span.token_ids) for span in spans), initial=0)
+        return [self._checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""
@@ -82,7 +100,7 @@ class PassRunner:
 
     def _padded(self, needed: Shape) -> Shape:
         rows, logits = self._tiles.rows(needed.rows), self._tiles.rows(needed.logits) if needed.logits else 0
-        return self.forward_pass.padded_shape(Shape(rows, needed.tiles, logits))
+        return self.forward_pass.padded_shape(needed._replace(rows=rows, logits=logits))
 
 
 def _states_of(batch: PackedBatch, spans: Sequence[Span]) -> torch.Tensor | None:

@@ -166,8 +166,9 @@ class SequenceEngine:
         num_logits: int,
         states: torch.Tensor | None = None,
         num_states: int = 0,
+        num_tentative: int = 0,
     ) -> Span:
-        """New tokens after the cached positions of a sequence. `states`, `num_states`: see `Span`."""
+        """New tokens after the cached positions of a sequence. `states` and the numbers: see `Span`."""
         slot = self.engine.slots[key]
         own_states = _take_own_states(slot, token_ids) if slot.own_states else None
         slot.token_ids[slot.num_cached_tokens :] = token_ids
@@ -181,6 +182,7 @@ class SequenceEngine:
             states=states,
             own_states=own_states,
             num_states=num_states,
+            num_tentative=num_tentative,
         )
 
     def choose(

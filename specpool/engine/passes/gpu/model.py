@@ -151,7 +151,7 @@ class GpuModel(ForwardPass):
 
         The same on all ranks: a pass contains collectives, so all ranks replay it or none does.
         """
-        rows, tiles, _ = shape
+        rows, tiles = shape.rows, shape.tiles
         groups = self.heads // self.kv_heads
         return min(
             attention.captured_length(rows, tiles, length, groups * kv_heads, kv_heads, self.head_dim, self.window)
