@@ -73,6 +73,8 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     """
     types = read("layer_types")
     supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
+    if supported is DELTA_NET_LAYERS and types and "full_attention" not in types:
+        return unsupported(read("model_type"), "recurrent layers without attention")
     names = sorted(set(types) - supported) if isinstance(types, list | tuple) else []
     if not names:
         return None
