@@ -13,7 +13,7 @@ from specpool.engine.cache.pages import PagePool
 from specpool.engine.cache.spans import Span
 
 SPACING = 1024
-"""The prefix cache keeps the first checkpoint after each multiple of this many positions, and those that end prompts."""
+"""The prefix cache keeps the first checkpoint at or after each multiple of this, and those at the ends of prompts."""
 NONE = -1
 
 

@@ -1,4 +1,4 @@
-"""Every row starts from the state after the tokens before it, whatever is rejected, repeated, lost, shared or evicted."""
+"""Every row starts from the state of the tokens before it, whatever is rejected, repeated, lost, shared or evicted."""
 
 from collections.abc import Sequence
 
@@ -214,12 +214,9 @@ def table_of(slots: int, entries: int) -> SlotTable:
     return SlotTable(slots, tables, checkpoints=Checkpoints(slots, entries, 32, 32))
 
 
-def served(table: SlotTable, number: int, token_ids: Sequence[int], size: int = 256, expected: int = 0) -> int:
+def served(table: SlotTable, number: int, token_ids: Sequence[int], size: int = 256) -> int:
     """Prefill a new sequence in passes of `size` tokens. Return the tokens found in the prefix cache."""
-    key, item = (
-        ("a", number),
-        SequenceItem(0, 0, tuple(token_ids), cache_namespace=b"", expected_prefix_length=expected),
-    )
+    key, item = ("a", number), SequenceItem(0, 0, tuple(token_ids), cache_namespace=b"")
     status = table.realign(key, 1, item, len(token_ids))
     assert status is ItemStatus.OK, status
     slot, checkpoints = table[key], table.checkpoints
