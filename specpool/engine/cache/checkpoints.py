@@ -76,6 +76,10 @@ class Checkpoints:
         """Return how many of these leading pages end at a cached checkpoint. `digests`: of pages from the first on."""
         return next((count for count in range(len(digests), 0, -1) if self.pool.has(digests[count - 1])), 0)
 
+    def reusable_length(self, slot: int) -> int:
+        """Return the position of a sequence's last checkpoint in the prefix cache; 0 if there is none."""
+        return max((each.position for each in self._kept[slot] if each.digest is not None), default=0)
+
     def share(self, slot: int, digests: Sequence[bytes]) -> None:
         """Let a sequence begin with the checkpoint after these pages, which the prefix cache must have."""
         (entry,) = self.pool.share(digests[-1:])
