@@ -76,6 +76,11 @@ class Checkpoints:
         """Return how many of these leading pages end at a cached checkpoint. `digests`: of pages from the first on."""
         return next((count for count in range(len(digests), 0, -1) if self.pool.has(digests[count - 1])), 0)
 
+    def reusable_length(self, slot: int) -> int:
+        """Return the position of a sequence's last checkpoint in the prefix cache; 0 if there is none."""
+        cached = (each.position for each in self._kept[slot] if self.pool.digest_of(each.entry) is not None)
+        return max(cached, default=0)
+
     def share(self, slot: int, position: int, digest: bytes) -> None:
         """Let a sequence begin with the cached checkpoint after this many positions. `digest`: of the page before."""
         (entry,) = self.pool.share([digest])
