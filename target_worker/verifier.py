@@ -143,9 +143,17 @@ class Verifier(SequenceEngine):
         # Rejected positions stay in their pages until overwritten. `num_cached_tokens` counts the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
-        logprobs, num_forced = choices.logprobs, len(forced)
-        found = self.engine.slots[key].prefix_length
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced, found)
+        slots = self.engine.slots
+        return Verdict(
+            item.sequence_id,
+            ItemStatus.OK,
+            tuple(gained),
+            num_cached_tokens,
+            choices.logprobs,
+            len(forced),
+            slots[key].prefix_length,
+            reusable_length=slots.reusable_length(key),
+        )
 
     def _state_layers(self, rounds: Sequence[VerifyRound], items: Iterable[VerifyItem]) -> tuple[int, ...]:
         """Return the numbers of the layers whose states coordinators or the carried draft read."""
