@@ -144,7 +144,7 @@ def forget_all(engine: Engine, slots: int) -> None:
     old, arena = engine.slots.tables, engine.layout.arena
     tables = PageTables(len(old.held), old.max_length, old.columns, old.page_size)
     tables.assign = arena.assign
-    engine.slots = SlotTable(slots, tables, engine.facts.window)
+    engine.slots = SlotTable(slots, tables, engine.facts.window, engine.slots.checkpoints)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

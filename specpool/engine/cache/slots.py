@@ -220,7 +220,10 @@ class SlotTable:
 
     def reusable_length(self, key: SequenceKey) -> int | None:
         """Return after how many leading tokens other sequences can continue. None: after every full page."""
-        return None if self.checkpoints is None else self.checkpoints.reusable_length(self._slots[key].index)
+        slot = self._slots[key]
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.reusable_length(slot.index, 0 if slot.digests is None else slot.num_cached_tokens)
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""
