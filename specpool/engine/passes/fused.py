@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import GEMMA, INTERLEAVED, embedding_scale, rotary_types
+from specpool.engine.passes.families import GEMMA, LATENT, embedding_scale, is_interleaved, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
@@ -45,7 +46,6 @@ class FusedModel(ForwardPass):
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
-        self.head_dim: int = inner.layers[0].self_attn.head_dim
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
@@ -54,16 +54,21 @@ class FusedModel(ForwardPass):
         self.norm: Any = norm_weight(inner, "norm", config.model_type in GEMMA)
         self.head: Any = model.lm_head
         like, rotary = torch.empty(0, dtype=model.dtype, device=model.device), inner.rotary_emb
-        self.rotaries = [RotaryTables(rotary, self.head_dim, like, kind) for kind in rotary_types(config)]
-        order = head_order(self.rotaries[0].angles, self.head_dim, config.model_type in INTERLEAVED)
+        is_latent, attention = config.model_type in LATENT, inner.layers[0].self_attn
+        rotary_dim = attention.qk_rope_head_dim if is_latent else attention.head_dim
+        self.rotaries = [RotaryTables(rotary, rotary_dim, like, kind) for kind in rotary_types(config)]
+        order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
         for index in range(len(inner.layers)):
-            kind = JoiningLayer if hasattr(inner.layers[index], "hidden_norm") else FusedLayer
+            kind: type[FusedLayer] = FusedLatentLayer if is_latent else FusedLayer
+            if hasattr(inner.layers[index], "hidden_norm"):
+                kind = JoiningLayer
             self.layers.append(kind(inner.layers[index], index, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
         self.kv_heads: int = layer.kv_heads
+        self.head_dim: int = layer.head_dim
 
     @property
     def dense_embedding(self) -> torch.Tensor:

@@ -62,14 +62,14 @@ class FusedLayer(nn.Module):
         types = rotary_types(config)
         self.rotary = 0 if types == [None] else types.index(config.layer_types[index])
         """Index of the layer's rotary tables."""
-        query, key = _reordered(source.q_proj, order), _reordered(source.k_proj, order)
+        query, key = reordered(source.q_proj, order), reordered(source.k_proj, order)
         self.kv_heads = key.out_features // self.head_dim
         self.heads = query.out_features // self.head_dim
         self.qkv = joined(query, key, source.v_proj)
         self.out = source.o_proj
         activation = activation_of(config)
         assert activation is not None
-        self.mlp = _fused_mlp(layer.mlp, activation, group)
+        self.mlp = fused_mlp(layer.mlp, activation, group)
         self._take_norms(layer, config.model_type in GEMMA)
         self.head_norms = None  # [heads + kv_heads, head_dim]
         if hasattr(source, "q_norm"):
@@ -87,9 +87,13 @@ class FusedLayer(nn.Module):
     @property
     def linears(self) -> dict[str, list[Any]]:
         """Return the linear layers by name: one for all rows, or one for each expert."""
-        linears, mlp = {"qkv": [self.qkv], "out": [self.out]}, self.mlp
+        return {"qkv": [self.qkv], "out": [self.out], **self._mlp_linears}
+
+    @property
+    def _mlp_linears(self) -> dict[str, list[Any]]:
+        linears, mlp = dict[str, list[Any]](), self.mlp
         if isinstance(mlp, FusedExperts):
-            linears |= {"router": [mlp.router], "gate_ups": list(mlp.gate_ups), "downs": list(mlp.downs)}
+            linears = {"router": [mlp.router], "gate_ups": list(mlp.gate_ups), "downs": list(mlp.downs)}
             mlp = mlp.shared
         return linears if mlp is None else {**linears, "gate_up": [mlp.gate_up], "down": [mlp.down]}
 
@@ -170,7 +174,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Te
     return rms_norm(x, weight.shape, weight, eps)
 
 
-def _fused_mlp(mlp: Any, activation: Activation, group: SingleRank) -> FusedMlp | FusedExperts:
+def fused_mlp(mlp: Any, activation: Activation, group: SingleRank) -> FusedMlp | FusedExperts:
     if not hasattr(mlp, "experts"):
         return FusedMlp(mlp, activation, group)
     shared = getattr(mlp, "shared_experts", None)
@@ -185,7 +189,7 @@ def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
     return AttentionKind(window, None if sinks is None else sinks.detach().float(), softcap)
 
 
-def _reordered(linear: nn.Linear | QuantizedLinear, order: torch.Tensor) -> nn.Linear | QuantizedLinear:
+def reordered(linear: nn.Linear | QuantizedLinear, order: torch.Tensor) -> nn.Linear | QuantizedLinear:
     """Return the layer with the features of every head in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
