@@ -8,21 +8,22 @@ import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.recurrent import RecurrentSizes
+from specpool.engine.config.architectures import DELTA_NETS
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
 INTERLEAVED = {"glm", "glm4"}
-# Families whose norms multiply by 1 + weight.
 GEMMA = {"gemma", "gemma2", "gemma3_text"}
+# Families whose norms multiply by 1 + weight.
+OFFSET_NORMS = GEMMA | DELTA_NETS
 # Vicuna and SmolLM are Llamas too. Norms, windows and experts are detected by name.
 SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
-DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 # Families that cache a latent vector instead of keys and values.
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"} | (LATENT - {"youtu"})
-FAMILIES = SHARDABLE | GEMMA | MIXTURES | LATENT | {"ministral", "seed_oss"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"} | (LATENT - {"youtu"})
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | LATENT | {"ministral", "seed_oss"}
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
 """Activations of the fused pass, by their name in transformers."""

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import GEMMA, LATENT, embedding_scale, is_interleaved, rotary_types
+from specpool.engine.passes.families import LATENT, OFFSET_NORMS, embedding_scale, is_interleaved, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.modules import softcapped
@@ -51,24 +52,30 @@ class FusedModel(ForwardPass):
         """Factor of embeddings."""
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         """Bound on logits, applied as softcap * tanh(logit / softcap); None: no bound."""
-        self.norm: Any = norm_weight(inner, "norm", config.model_type in GEMMA)
+        self.norm: Any = norm_weight(inner, "norm", config.model_type in OFFSET_NORMS)
         self.head: Any = model.lm_head
         like, rotary = torch.empty(0, dtype=model.dtype, device=model.device), inner.rotary_emb
-        is_latent, attention = config.model_type in LATENT, inner.layers[0].self_attn
+        is_latent = config.model_type in LATENT
+        attention = next(layer.self_attn for layer in inner.layers if hasattr(layer, "self_attn"))
         rotary_dim = attention.qk_rope_head_dim if is_latent else attention.head_dim
         self.rotaries = [RotaryTables(rotary, rotary_dim, like, kind) for kind in rotary_types(config)]
         order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
-        for index in range(len(inner.layers)):
-            kind: type[FusedLayer] = FusedLatentLayer if is_latent else FusedLayer
-            if hasattr(inner.layers[index], "hidden_norm"):
-                kind = JoiningLayer
-            self.layers.append(kind(inner.layers[index], index, config, order, group))
+        for index, layer in enumerate(inner.layers):
+            recurrent = sum(isinstance(each, FusedDeltaNet) for each in self.layers)
+            if hasattr(layer, "linear_attn"):
+                self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+            elif is_latent:
+                self.layers.append(FusedLatentLayer(layer, index, index - recurrent, config, order, group))
+            else:
+                kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
+                self.layers.append(kind(layer, index, index - recurrent, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
-        layer: Any = self.layers[0]
-        self.kv_heads: int = layer.kv_heads
-        self.head_dim: int = layer.head_dim
+        attending: Any = next(layer for layer in self.layers if not isinstance(layer, FusedDeltaNet))
+        self.kv_heads: int = attending.kv_heads
+        self.head_dim: int = attending.head_dim
+        """Features of a cached key."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -81,6 +88,18 @@ class FusedModel(ForwardPass):
         """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
+
+    @property
+    def uncompiled_layers(self) -> str | None:
+        """The kind of layers that only torch operations run yet; None if there are none."""
+        layers: list[Any] = list(self.layers)
+        if any(isinstance(layer, FusedDeltaNet) for layer in layers):
+            return "gated delta nets"
+        if any(isinstance(layer, FusedLatentLayer) for layer in layers):
+            return "latent attention"
+        if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
+            return "gated attention or shared experts"
+        return None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""

@@ -7,7 +7,6 @@ import torch
 
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_experts import FusedExperts
-from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.native.decoder import Routing
 
 # As in decoder.c.
@@ -49,9 +48,9 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
+    if fused.uncompiled_layers is not None:
+        return f"cannot run {fused.uncompiled_layers}"
     layers: list[Any] = list(fused.layers)
-    if isinstance(layers[0], FusedLatentLayer):
-        return "cannot run latent attention"
     names = ("gate_up", "gate_ups")
     gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]
     # The size in the unsharded model, so all ranks agree.

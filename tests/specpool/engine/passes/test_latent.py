@@ -11,6 +11,7 @@ from own_drafts import Generation, Rounds
 from tiny_models import (
     decode_alone,
     edited_weights,
+    forget_all,
     load_engine,
     random_tokens,
     rows_that_differ,
@@ -29,6 +30,7 @@ from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import VerifyItem, VerifyRound
 from target_worker.verifier import Verifier
 
+SLOTS = 4
 LATENT: dict[str, Any] = {
     "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
     "num_key_value_heads": 4, "num_hidden_layers": 3,
@@ -139,8 +141,9 @@ def test_tokens_with_drafts_equal_plain_decoding(pair: tuple[Engine, Engine]) ->
     target, draft = pair
     prompts = [tuple(random_tokens(length, seed=length)) for length in (1, 12, 40)]
     plain, drafted = ([Generation(number, prompt) for number, prompt in enumerate(prompts)] for _ in range(2))
+    forget_all(target, SLOTS)
     Rounds(Verifier(target)).generate(plain, 0)
-    target.forget_all()
+    forget_all(target, SLOTS)
     Rounds(Verifier(target, Proposer(draft))).generate(drafted, 4)
     assert [each.answer for each in drafted] == [each.answer for each in plain]
     accepted, verified = (sum(getattr(each, name) for each in drafted) for name in ("num_accepted", "num_verified"))
@@ -149,7 +152,7 @@ def test_tokens_with_drafts_equal_plain_decoding(pair: tuple[Engine, Engine]) ->
 
 def test_a_cached_prefix_gives_the_same_token(pair: tuple[Engine, Engine]) -> None:
     target, prompt = pair[0], tuple(random_tokens(70))
-    target.forget_all()
+    forget_all(target, SLOTS)
     verifier = Verifier(target)
     rounds = [VerifyRound("c", i, [VerifyItem(i, 0, prompt, cache_namespace=b"x")]) for i in (1, 2)]
     ((alone,),), ((shared,),) = (verifier.verify([round_]) for round_ in rounds)
