@@ -104,13 +104,15 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
 def _routing_of(router: Any) -> Routing:
     method = getattr(router, "topk_method", None)  # of DeepSeek V2
     has_groups = method != "greedy" and hasattr(router, "num_group")
+    groups, top_groups = (router.num_group, router.topk_group) if has_groups else (1, 1)
     return Routing(
         router.top_k,
         "sigmoid" if hasattr(router, "e_score_correction_bias") else "softmax",
         getattr(router, "norm_topk_prob", method is None),
         getattr(router, "routed_scaling_factor", 1.0),
-        *((router.num_group, router.topk_group) if has_groups else (1, 1)),
-        ranked_by=2 if method is None else 1,
+        groups,
+        top_groups,
+        2 if method is None else 1,
     )
 
 

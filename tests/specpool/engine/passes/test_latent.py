@@ -25,6 +25,7 @@ from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import read_facts
 from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.families import LATENT as FAMILIES
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import VerifyItem, VerifyRound
@@ -158,3 +159,7 @@ def test_a_cached_prefix_gives_the_same_token(pair: tuple[Engine, Engine]) -> No
     ((alone,),), ((shared,),) = (verifier.verify([round_]) for round_ in rounds)
     assert (alone.prefix_length, shared.prefix_length) == (0, 64)
     assert alone.token_ids == shared.token_ids
+
+
+def test_every_family_is_tested() -> None:
+    assert {family for family, _ in VARIANTS.values()} == FAMILIES
