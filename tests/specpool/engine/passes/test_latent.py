@@ -14,6 +14,8 @@ from tiny_models import (
     forget_all,
     load_engine,
     random_tokens,
+    refusal,
+    round_weights,
     rows_that_differ,
     save_model,
     small_config,
@@ -26,7 +28,9 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import read_facts
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.families import LATENT as FAMILIES
-from specpool.engine.passes.fused_latent import FusedLatentLayer
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.panels import BFLOAT16
 from specpool.engine.run.engine import Engine
 from specpool.protocol.rounds import VerifyItem, VerifyRound
 from target_worker.verifier import Verifier
@@ -78,13 +82,35 @@ def save_latent(folder: Path, family: str, changes: dict[str, Any]) -> Path:
 def test_logits_match_transformers_and_are_batch_invariant(tmp_path: Path, variant: str) -> None:
     folder, tokens = save_latent(tmp_path, *VARIANTS[variant]), random_tokens(150)
     expected = transformers_logits(folder, tokens)
-    engine = load_engine(folder, native=False)
-    assert any(isinstance(module, FusedLatentLayer) for module in engine.forward_pass.modules())
-    prompt = engine.forward([Span(1, 0, tokens, 150)])
-    assert torch.equal(prompt[:60], decode_alone(engine, tokens[:60]))
-    torch.testing.assert_close(prompt, expected, atol=1e-4, rtol=1e-4)
+    for native, kind in ((False, FusedModel), (True, NativeModel)):
+        engine = load_engine(folder, native=native)
+        assert isinstance(engine.forward_pass, kind)
+        prompt = engine.forward([Span(1, 0, tokens, 150)])
+        assert torch.equal(prompt[:60], decode_alone(engine, tokens[:60]))
+        torch.testing.assert_close(prompt, expected, atol=1e-4, rtol=1e-4)
+        assert engine.bitwise
+        assert rows_that_differ(engine) == 0
+
+
+def test_sizes_that_fill_no_panel_run_on_torch_operations(tmp_path: Path) -> None:
+    family, changes = VARIANTS["dense, pairs half a head apart"]
+    engine = load_engine(save_latent(tmp_path, family, {**changes, "v_head_dim": 24}))
+    assert isinstance(engine.forward_pass, FusedModel)
     assert engine.bitwise
-    assert rows_that_differ(engine) == 0
+
+
+def test_weights_stay_in_bfloat16_and_activations_fit_the_estimate(tmp_path: Path) -> None:
+    folder = round_weights(save_latent(tmp_path, *VARIANTS["best experts rank groups"]))
+    engine = load_engine(folder, max_num_batched_tokens=64)
+    native: Any = engine.forward_pass
+    assert native.kinds.keys() == {BFLOAT16}
+    engine.forward([Span(1, 0, random_tokens(64), 64)])
+    assert native._workspace.nbytes <= engine.info().activation_bytes
+
+
+def test_int8_activations_are_refused(tmp_path: Path) -> None:
+    folder = save_latent(tmp_path, *VARIANTS["dense, pairs half a head apart"])
+    assert "a model without latent attention" in refusal(folder, activations="int8")
 
 
 def test_sequences_may_move(tmp_path: Path) -> None:
