@@ -4,20 +4,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from delta_nets import DELTA_NET_MODELS, save_delta_net
 from safetensors.torch import load_file
 from tiny_models import edited_weights, save_model, small_config
 from torch.nn.functional import rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specpool.engine.config.architectures import DELTA_NETS
+
 GLM = {
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {"glm4_moe": GLM}
+QWEN = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": GLM,
+    **dict.fromkeys(sorted(DELTA_NETS), QWEN),
+}
 
 
 def stored_names(config: Any) -> dict[str, str]:
     """Return the names of the parts of an MTP layer in checkpoints, or their beginnings."""
+    if config.model_type.startswith("qwen"):
+        return {
+            "fc": "mtp.fc.weight",
+            "embedding": "mtp.pre_fc_norm_embedding.weight",
+            "state": "mtp.pre_fc_norm_hidden.weight",
+            "model.norm.": "mtp.norm.",
+            "model.layers.0.": "mtp.layers.0.",
+        }
     layer = f"model.layers.{config.num_hidden_layers}."
     return {
         "fc": f"{layer}eh_proj.weight",
@@ -42,16 +57,20 @@ def one_layer(config: Any) -> Any:
 
 def save_mtp_target(folder: Path, family: str, **changes: Any) -> Path:
     """Save a random target whose checkpoint has an MTP layer."""
-    config = small_config(family, **{**FAMILIES[family], **changes})
+    changes = {**FAMILIES[family], **changes}
+    if family in DELTA_NET_MODELS:
+        config: Any = AutoConfig.from_pretrained(save_delta_net(folder / "target", family, **changes))
+    else:
+        config = small_config(family, **changes)
+        save_model(folder / "target", config)
     save_model(folder / "layer", one_layer(config))
     names, hidden, generator = stored_names(config), config.hidden_size, torch.Generator().manual_seed(7)
 
     def noise(*shape: int) -> torch.Tensor:
         return 0.2 * torch.randn(shape, generator=generator)
 
-    base = 0 if family.startswith("qwen") else 1  # weight of a norm that changes nothing
+    base = 0 if config.model_type.startswith("qwen") else 1  # weight of a norm that changes nothing
     layer = load_file(folder / "layer" / "model.safetensors")
-    save_model(folder / "target", config)
     with edited_weights(folder / "target") as weights:
         weights["model.norm.weight"] = base + noise(hidden)
         weights[names["fc"]] = noise(hidden, 2 * hidden)
@@ -62,6 +81,19 @@ def save_mtp_target(folder: Path, family: str, **changes: Any) -> Path:
                     stored = base + noise(*weight.shape) if weight.dim() == 1 and "norm" in name else weight
                     weights[names[prefix] + name.removeprefix(prefix)] = stored.clone()
     return folder / "target"
+
+
+def make_alike(target: Path) -> None:
+    """Make the target and its MTP layer choose tokens mostly by the last one, so that many drafts are accepted."""
+    names = stored_names(AutoConfig.from_pretrained(target))
+    with edited_weights(target) as weights:
+        for name, weight in weights.items():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                weight.mul_(0.2)
+        weights[f"{names['model.norm.']}weight"] = weights["model.norm.weight"].clone()
+        fc = weights[names["fc"]]
+        fc.mul_(0.1)
+        fc[:, : len(fc)] += torch.eye(len(fc))
 
 
 class ReferenceMtp:

@@ -6,6 +6,9 @@ from types import MappingProxyType
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalLMEagle3")
 """Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Families whose layers may be gated delta nets, called "linear_attention" in `layer_types`."""
+DELTA_NET_LAYERS = frozenset({"full_attention", "linear_attention"})
 FEATURES = "specpool_features"
 """Key in the config.json of a draft that reads its target's hidden states: {"layers": [...], "width": ...}."""
 MODELS_PAGE = "docs/models.md lists the supported models"
@@ -69,7 +72,10 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     `read`: returns a value of a transformers configuration, not of config.json, which may use older layer names.
     """
     types = read("layer_types")
-    names = sorted(set(types) - SUPPORTED_LAYERS) if isinstance(types, list | tuple) else []
+    supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
+    if supported is DELTA_NET_LAYERS and types and "full_attention" not in types:
+        return unsupported(read("model_type"), "recurrent layers without attention")
+    names = sorted(set(types) - supported) if isinstance(types, list | tuple) else []
     if not names:
         return None
     if any(map(read, _STATE_SPACE)):  # transformers labels state-space layers so

@@ -7,7 +7,13 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from specpool.engine.config.architectures import MODELS_PAGE, unsupported, why_layers_not_supported, why_not_supported
+from specpool.engine.config.architectures import (
+    DELTA_NETS,
+    MODELS_PAGE,
+    unsupported,
+    why_layers_not_supported,
+    why_not_supported,
+)
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization, without_quantization
@@ -20,13 +26,18 @@ from specpool.engine.models.model_files import read_config_file
 from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
-from specpool.engine.passes.families import MIXTURES, WINDOWED, expert_count, why_not_shardable, window_of
+from specpool.engine.passes.families import (
+    MIXTURES,
+    WINDOWED,
+    expert_count,
+    why_not_fusable,
+    why_not_shardable,
+    window_of,
+)
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
-ONE_LAYER: Mapping[str, object] = MappingProxyType(
-    {"layer_types": ["full_attention"], "first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
-)
+ONE_LAYER: Mapping[str, object] = MappingProxyType({"layer_types": ["full_attention"], "first_k_dense_replace": 0})
 """Values by which a configuration's only layer is like an MTP layer."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 
@@ -159,6 +170,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
         return unsupported(model_type, "no attention")
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
+    needed = why_not_fusable(config) or (None if options.fused else "the fused pass is switched off")
+    if model_type in DELTA_NETS and needed is not None:
+        return f"this {model_type} model needs the fused pass: {needed}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
     ignores_window = window_of(config) is not None and model_type not in WINDOWED
     is_tried = (ignores_window or why_not_shardable(config) is not None) and options.target_model is None
@@ -175,7 +189,7 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
         return "sliding_attention layers, but no sliding_window"
     experts = expert_count(config)
-    if experts == 0 and config.model_type in MIXTURES:
+    if experts == 0 and config.model_type in MIXTURES - {"qwen3_next"}:  # all of its layers may be dense
         return "0 experts; it must have at least 1"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"

@@ -29,7 +29,7 @@ from specpool.engine.models.weights import (
     read_lazily,
     read_weight,
 )
-from specpool.engine.passes.families import GEMMA, why_not_fusable
+from specpool.engine.passes.families import OFFSET_NORMS, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
@@ -73,7 +73,8 @@ class _Builder:
         norms = [self._take(name, self.hidden) for name in (STATE_NORM, EMBEDDING_NORM)]
         final_norm = as_tensor(read_weight(self.target, self.target_config, NORM))
         self._add_ends()
-        model, report = read_lazily(self.target, self.config, self.weights, device, loading_arguments(dtype))
+        loaded: Any = read_lazily(self.target, self.config, self.weights, device, loading_arguments(dtype))
+        model, report = loaded
         self._check(report)
         check_routers(model)
         embedding = FeatureEmbedding(
@@ -114,7 +115,7 @@ class _Builder:
 
     def _state_norm(self, *weights: torch.Tensor) -> StateNorm:
         stacked = torch.stack(weights)
-        adds_one = self.config.model_type in GEMMA
+        adds_one = self.config.model_type in OFFSET_NORMS
         return StateNorm(stacked.float() + 1 if adds_one else stacked, self.target_config.rms_norm_eps)
 
     def _check(self, report: Mapping[str, Any]) -> None:

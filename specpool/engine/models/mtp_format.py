@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from specpool.engine.config.architectures import MODELS_PAGE
+from specpool.engine.config.architectures import DELTA_NETS, MODELS_PAGE
 
 FC, EMBEDDING_NORM, STATE_NORM = "fc.weight", "embedding_norm.weight", "state_norm.weight"
 """Our names for the linear layer that joins an embedding and a state, and for the norms before it."""
@@ -65,7 +65,7 @@ _APART = MtpLayout(
     ),
 )
 _LAYOUTS: Mapping[str, MtpLayout] = MappingProxyType(
-    {"glm4_moe": _LAST_LAYER, "qwen3_next": _APART, "qwen3_5_text": _APART, "qwen3_5_moe_text": _APART}
+    {"glm4_moe": _LAST_LAYER, **dict.fromkeys(sorted(DELTA_NETS), _APART)}
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from specpool.engine.config.architectures import FEATURES, why_not_supported
+from specpool.engine.config.architectures import DELTA_NETS, FEATURES, why_not_supported
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, MTP, EngineOptions
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
@@ -156,7 +156,7 @@ def _mtp_config(target: EngineOptions) -> dict[str, Any]:
         raise UnsupportedModelError(f"mtp: {target.model} is a GGUF file; {MTP_FILES}")
     if (reason := why_no_mtp(config.get)) is not None:
         raise UnsupportedModelError(f"mtp: {reason}")
-    return {**config, "num_hidden_layers": 1}
+    return {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 
 def _local_config(options: EngineOptions) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:
 def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) -> None:
     """Compare a limit of memory with a lower bound for one sequence."""
     heads = _size(config, "num_attention_heads")
-    layers, kv_heads = _size(config, "num_hidden_layers"), _size(config, "num_key_value_heads") or heads
+    layers, kv_heads = _attending_layers(config), _size(config, "num_key_value_heads") or heads
     head_dim = _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
     positions = options.max_model_len or MIN_MODEL_LEN
     rank_heads = ceil(kv_heads / options.tensor_parallel)
@@ -184,6 +184,15 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
     if limit < needed:
         sequence = f"sequence of {positions} positions, which needs at least {ByteSize(needed).human_readable()}"
         raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")
+
+
+def _attending_layers(config: dict[str, Any]) -> int:
+    layers, types = _size(config, "num_hidden_layers"), config.get("layer_types")
+    if config.get("model_type") not in DELTA_NETS:
+        return layers
+    if isinstance(types, list):
+        return types.count("full_attention")
+    return layers // (_size(config, "full_attention_interval") or 4)
 
 
 def _size(config: dict[str, Any], name: str) -> int:

@@ -8,22 +8,29 @@ import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.recurrent import RecurrentSizes
+from specpool.engine.config.architectures import DELTA_NETS
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
 INTERLEAVED = {"glm", "glm4"}
-# Families whose norms multiply by 1 + weight.
 GEMMA = {"gemma", "gemma2", "gemma3_text"}
+# Families whose norms multiply by 1 + weight.
+OFFSET_NORMS = GEMMA | DELTA_NETS
 # Vicuna and SmolLM are Llamas too. Norms, windows and experts are detected by name.
 SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
-DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"}
-FAMILIES = SHARDABLE | GEMMA | MIXTURES | {"ministral", "seed_oss"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"}
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | {"ministral", "seed_oss"}
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
 """Activations of the fused pass, by their name in transformers."""
+
+
+_DELTA_NET_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"hidden_act": ("silu",), "attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
+)
+"""Values that the fused pass supports in `DELTA_NETS`, by key. transformers ignores some of the keys."""
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
@@ -95,6 +102,9 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
     """Return why `FusedModel` cannot run this configuration; None if it can."""
     if (reason := _not_among(FAMILIES, config)) is not None:
         return reason
+    for key, values in _DELTA_NET_VALUES.items() if config.model_type in DELTA_NETS else ():
+        if (value := getattr(config, key, None)) is not None and value not in values:
+            return f"its {key} is {value!r}"
     if activation_of(config) is None:
         return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}

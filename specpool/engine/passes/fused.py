@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import GEMMA, INTERLEAVED, embedding_scale, rotary_types
+from specpool.engine.passes.families import INTERLEAVED, OFFSET_NORMS, embedding_scale, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
@@ -47,25 +48,28 @@ class FusedModel(ForwardPass):
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
-        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self.head_dim: int = next(layer.self_attn.head_dim for layer in inner.layers if hasattr(layer, "self_attn"))
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         """Bound on logits, applied as softcap * tanh(logit / softcap); None: no bound."""
-        self.norm: Any = norm_weight(inner, "norm", config.model_type in GEMMA)
+        self.norm: Any = norm_weight(inner, "norm", config.model_type in OFFSET_NORMS)
         self.head: Any = model.lm_head
         like, rotary = torch.empty(0, dtype=model.dtype, device=model.device), inner.rotary_emb
         self.rotaries = [RotaryTables(rotary, self.head_dim, like, kind) for kind in rotary_types(config)]
         order = head_order(self.rotaries[0].angles, self.head_dim, config.model_type in INTERLEAVED)
         self.layers = nn.ModuleList()
-        for index in range(len(inner.layers)):
-            kind = JoiningLayer if hasattr(inner.layers[index], "hidden_norm") else FusedLayer
-            self.layers.append(kind(inner.layers[index], index, config, order, group))
+        for index, layer in enumerate(inner.layers):
+            recurrent = sum(isinstance(each, FusedDeltaNet) for each in self.layers)
+            if hasattr(layer, "linear_attn"):
+                self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+            else:
+                kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
+                self.layers.append(kind(layer, index, index - recurrent, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
-        layer: Any = self.layers[0]
-        self.kv_heads: int = layer.kv_heads
+        self.kv_heads: int = next(layer.kv_heads for layer in self.layers if isinstance(layer, FusedLayer))
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -79,6 +83,16 @@ class FusedModel(ForwardPass):
         first: Any = self.layers[0]
         lacks_norm = self.norm is None or first.before_attention is None
         return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
+
+    @property
+    def uncompiled_layers(self) -> str | None:
+        """The kind of layers that only torch operations run yet; None if there are none."""
+        layers: list[Any] = list(self.layers)
+        if any(isinstance(layer, FusedDeltaNet) for layer in layers):
+            return "gated delta nets"
+        if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
+            return "gated attention or shared experts"
+        return None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""

@@ -16,7 +16,10 @@ TINY = 1e-20
 
 
 class FusedExperts(nn.Module):
-    """A router, its experts, and a gated MLP that all rows share, if the family has one."""
+    """A router, its experts, and a gated MLP that all rows share, if the family has one.
+
+    The shared MLP may have a gate: a linear layer whose sigmoid multiplies its result.
+    """
 
     def __init__(self, block: Any, activation: Activation, shared: Any) -> None:
         """`block`: a transformers module with a router beside its experts. The module cannot run afterwards.
@@ -36,6 +39,8 @@ class FusedExperts(nn.Module):
             for index, up in enumerate(self.experts.ups):
                 self.experts.ups[index] = _separated(up)
         self.shared = shared
+        gate = getattr(block, "shared_expert_gate", None)
+        self.shared_gate = None if gate is None else linear_of(gate.weight, None)
 
     @property
     def gate_ups(self) -> nn.ModuleList:
@@ -51,7 +56,12 @@ class FusedExperts(nn.Module):
         """Return the branch [rows, hidden] of normalized rows."""
         chosen, weights = choose_experts(self.router(normed).float(), self.routing, self.correction)
         branch: torch.Tensor = self.experts(normed, chosen, weights)
-        return branch if self.shared is None else branch + self.shared(normed)
+        if self.shared is None:
+            return branch
+        shared: torch.Tensor = self.shared(normed)
+        if self.shared_gate is not None:
+            shared = in_chunks(torch.sigmoid, self.shared_gate(normed)) * shared
+        return branch + shared
 
     def dequantize(self) -> None:
         """Dequantize all weights."""

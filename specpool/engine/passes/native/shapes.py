@@ -48,6 +48,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run EAGLE heads and MTP layers"
+    if fused.uncompiled_layers is not None:
+        return f"cannot run {fused.uncompiled_layers}"
     layers: list[Any] = list(fused.layers)
     names = ("gate_up", "gate_ups")
     gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]

@@ -38,7 +38,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("llava", "LlavaForConditionalGeneration", {}, "multimodal (vision_config, text_config)"),
         ("mamba", "MambaForCausalLM", {}, "state-space layers"),
         ("rwkv", "RwkvForCausalLM", {}, "recurrent layers"),
-        ("qwen3_next", "Qwen3NextForCausalLM", {}, "linear_attention layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["conv"] * 48}, "conv layers"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
         ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}, "conv layers"),
         ("gemma4_text", "Gemma4ForCausalLM", {}, "layers of different sizes"),

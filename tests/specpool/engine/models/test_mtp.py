@@ -11,7 +11,7 @@ from mtp_models import FAMILIES, GLM, ReferenceMtp, save_mtp_target
 from packed_checkpoints import FORMATS
 from pydantic import ValidationError
 from tiny_models import edit_json, edited_weights, load_engine, random_tokens, refusal, save_model, small_config
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
@@ -31,8 +31,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_layers_draft_like_a_plain_implementation(target: Path) -> None:
     engine = load_engine(Path("mtp"), exact=False, target_model=str(target))
     assert isinstance(engine.forward_pass, FusedModel)
-    layers = FAMILIES[engine.loaded.config.model_type]["num_hidden_layers"]
-    assert engine.loaded.features == Features((layers,), HIDDEN)
+    assert engine.loaded.features == Features((AutoConfig.from_pretrained(target).num_hidden_layers,), HIDDEN)
     reference, tokens = ReferenceMtp(target), random_tokens(LENGTH)
     given = random_states(LENGTH, HIDDEN, 0.4)
     states = reference.states(given)
@@ -136,7 +135,7 @@ def test_damaged_layers_are_refused(glm: Path, changes: dict[str, torch.Tensor |
         (
             "llama",
             {},
-            "supported for glm4_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, not for llama",
+            "supported for glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not for llama",
         ),
     ],
 )
