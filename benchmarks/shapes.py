@@ -51,6 +51,17 @@ MIXTURE_SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Models with a mixture of experts in every layer. The number of layers is left open."""
 
+HYBRID_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+"""Models with gated delta nets; every fourth layer attends."""
+
 _QWEN3_HEAD = {
     **_QWEN3, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1,
     "num_attention_heads": 32, "tie_word_embeddings": False,
@@ -84,7 +95,7 @@ def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
 ) -> PreTrainedModel:
     """A randomly initialized model of this shape. `changes`: to its configuration."""
-    sizes = {**(SHAPES | MIXTURE_SHAPES)[shape], **changes}
+    sizes = {**(SHAPES | MIXTURE_SHAPES | HYBRID_SHAPES)[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

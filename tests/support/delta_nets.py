@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.pair import save_tokenizer
 
-SIZES: dict[str, Any] = {
+DELTA_NET_SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -41,7 +41,7 @@ def save_delta_net(folder: Path, name: str = "qwen3_5_text", **changes: Any) -> 
     """Save one of `DELTA_NET_MODELS` with weights that bfloat16 represents exactly."""
     torch.manual_seed(0)
     architecture, own = DELTA_NET_MODELS[name]
-    config = small_config(architecture, **{**SIZES, **own, **changes})
+    config = small_config(architecture, **{**DELTA_NET_SIZES, **own, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     set_random_weights(model)
     model.save_pretrained(folder)

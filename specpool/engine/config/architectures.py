@@ -73,11 +73,10 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     """
     types = read("layer_types")
     supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
-    if supported is DELTA_NET_LAYERS and types and "full_attention" not in types:
-        return unsupported(read("model_type"), "recurrent layers without attention")
     names = sorted(set(types) - supported) if isinstance(types, list | tuple) else []
     if not names:
-        return None
+        has_attention = not types or "full_attention" in types or "sliding_attention" in types
+        return None if has_attention else unsupported(read("model_type"), "recurrent layers without attention")
     if any(map(read, _STATE_SPACE)):  # transformers labels state-space layers so
         names = ["state-space", *(name for name in names if name not in ("hybrid", "linear_attention"))]
     return unsupported(read("model_type"), f"{', '.join(names)} layers")

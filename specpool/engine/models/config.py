@@ -170,7 +170,7 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
         return unsupported(model_type, "no attention")
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
-    needed = why_not_fusable(config) or (None if options.fused else "the fused pass is switched off")
+    needed = why_not_fusable(config) or (None if options.fused else "--fused is off")
     if model_type in DELTA_NETS and needed is not None:
         return f"this {model_type} model needs the fused pass: {needed}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.

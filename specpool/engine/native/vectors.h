@@ -94,3 +94,15 @@ static INLINE wide hyperbolic_tangent(wide x) {
     far = (wide)(((iwide)far & ~is_negative) | ((iwide)((wide){0} - far) & is_negative));
     return (wide)(((iwide)far & is_far) | ((iwide)near & ~is_far));
 }
+
+/* log(1 + e^x), accurate to a few units in the last place: the series of 2 artanh(t), for t = y / (2 + y) and y = e^-|x|. */
+static INLINE wide softplus(wide x) {
+    wide zero = {0}, y = exponential(zero - larger(x, zero - x)), t = y / (2.0f + y), square = t * t;
+    wide p = square * (1 / 15.0f) + 1 / 13.0f;
+    p = p * square + 1 / 11.0f;
+    p = p * square + 1 / 9.0f;
+    p = p * square + 1 / 7.0f;
+    p = p * square + 1 / 5.0f;
+    p = p * square + 1 / 3.0f;
+    return larger(zero, x) + 2.0f * (p * square * t + t);
+}

@@ -4,6 +4,8 @@
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
 
+   Layers attend or are gated delta nets (delta_net.h).
+
    Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights) and
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
    decoder.py mirrors the structs. */
@@ -19,13 +21,36 @@ typedef struct {
     RoundedPart *rounded; /* the inputs of the next GEMM */
 } Activations;
 
-static int64_t attended_stride(const Model *model) { return HEADS(model) * HEAD_DIM; }
+/* Features of a row that attention or the recurrence reads and writes. */
+static int64_t projected_stride(const Layer *layer) {
+    return layer->inputs.panels ? layer->inputs.outputs : layer->query_key_value.outputs;
+}
+
+static int64_t attended_stride(const Model *model, const Layer *layer) {
+    if (layer->inputs.panels) return model->delta.value_heads * model->delta.value_size;
+    return HEADS(model) * HEAD_DIM;
+}
+
+/* The same, of the layer with most features. */
+static int64_t max_projected(const Model *model) {
+    int64_t size = 0;
+    for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++)
+        size = projected_stride(layer) > size ? projected_stride(layer) : size;
+    return size;
+}
+
+static int64_t max_attended(const Model *model) {
+    int64_t size = 0;
+    for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++)
+        size = attended_stride(model, layer) > size ? attended_stride(model, layer) : size;
+    return size;
+}
 
 /* Inputs of `fc`; 0 if the model reads no states. */
 static int64_t joined_stride(const Model *model) { return model->fc.panels ? 2 * model->hidden : 0; }
 
 static int64_t rounded_floats(const Model *model, int64_t rows) {
-    int64_t size = attended_stride(model);
+    int64_t size = max_attended(model);
     size = model->hidden > size ? model->hidden : size;
     size = model->intermediate > size ? model->intermediate : size;
     size = joined_stride(model) > size ? joined_stride(model) : size;
@@ -35,8 +60,8 @@ static int64_t rounded_floats(const Model *model, int64_t rows) {
 /* Floats of workspace for the activations, without the scores and blocks of the threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
-    int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
-                      layer->out.outputs + 3 * model->intermediate + joined_stride(model);
+    int64_t per_row = 2 * model->hidden + max_projected(model) + max_attended(model) + layer->out.outputs +
+                      3 * model->intermediate + joined_stride(model);
     Mixture mixture;
     int64_t of_experts = lay_out_mixture(&mixture, model, rows, 0, 0) - (float *)0;
     return rows * per_row + rounded_floats(model, rows) + of_experts;
@@ -49,8 +74,8 @@ static Activations lay_out(const Model *model, const Batch *batch, Mixture *mixt
     acts.hidden = batch->workspace;
     acts.normed = acts.hidden + batch->rows * model->hidden;
     acts.heads = acts.normed + batch->rows * model->hidden;
-    acts.attended = acts.heads + batch->rows * layer->query_key_value.outputs;
-    acts.branch = acts.attended + batch->rows * attended_stride(model);
+    acts.attended = acts.heads + batch->rows * max_projected(model);
+    acts.branch = acts.attended + batch->rows * max_attended(model);
     acts.gate_up = acts.branch + batch->rows * layer->out.outputs;
     acts.gated = acts.gate_up + batch->rows * 2 * model->intermediate;
     acts.joined = acts.gated + batch->rows * model->intermediate;
@@ -73,12 +98,14 @@ typedef struct {
     float *branch;
     int64_t stride;
     Mixture mixture;
+    Recurrence recurrence;
 } Pass;
 
 static Pass pass_of(const Model *model, const Batch *batch) {
     Pass pass = {.model = model, .batch = batch, .stride = model->layers->out.outputs};
     pass.acts = lay_out(model, batch, &pass.mixture);
     pass.branch = pass.acts.branch;
+    pass.recurrence = (Recurrence){model, batch, pass.acts.heads, pass.acts.attended};
     return pass;
 }
 
@@ -205,12 +232,17 @@ static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
 /* Whether each thread can round the heads that it computes: no part spans two KV heads. */
 #define ROUNDS_HEADS (ROUND_ACTIVATIONS && GROUPS * HEAD_DIM % PART == 0)
 
+/* attended *= sigmoid(gate), for the query heads of a KV head. */
+static void gate_heads(const float *gates, float *attended) {
+    for (int i = 0; i < GROUPS * HEAD_DIM; i += WIDE) put(attended + i, 0, at(attended + i, 0) * sigmoid(at(gates + i, 0)));
+}
+
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
     const Pass *pass = stage->pass;
     const Model *model = pass->model;
     const Layer *layer = stage->item;
     const Batch *batch = pass->batch;
-    int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model);
+    int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model, layer);
     float *scores = pass->acts.scores + thread_number * (GROUPS * batch->scores + batch->scores / LANES);
     int32_t *blocks = (int32_t *)(scores + GROUPS * batch->scores);
     for (; task < end; task++) {
@@ -220,9 +252,11 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         const Places places = places_of(model, layer, batch, row), after = places_of(model, layer, batch, next % rows);
         int64_t after_first = next / rows * model->columns + column_of(&after, after.first);
         int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
-        attend(pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first,
+        const float *queries = pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM;
+        attend(queries, layer->keys + first,
                layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
                layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
+        if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, pass->acts.attended + begin);
         if (ROUNDS_HEADS)
             round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
                       pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
@@ -231,7 +265,7 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
 
 static void round_attended(const Stage *stage, int64_t row, int64_t end) {
     const Pass *pass = stage->pass;
-    int64_t stride = attended_stride(pass->model);
+    int64_t stride = attended_stride(pass->model, stage->item);
     for (; row < end; row++) round_input(pass, pass->acts.attended + row * stride, stride, row, stage->units);
 }
 
@@ -278,9 +312,19 @@ static Stage *input_stages(Stage *to, const Pass *pass) {
     return to;
 }
 
-/* Stages of a layer up to attention over normalized rows. Result: `attended`. */
+/* Stages of a delta net over normalized rows. Result: `attended`. */
+static Stage *recur_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * pass->model->delta.value_heads;
+    *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
+    *to++ = (Stage){recur, tasks, 1, tasks, ATTENTION, &pass->recurrence, layer};
+    *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS ? rows : 0);
+    return to;
+}
+
+/* Stages of a layer up to attention or the recurrence over normalized rows. Result: `attended`. */
 #define ATTEND_STAGES 4
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    if (layer->inputs.panels) return recur_stages(to, pass, layer);
     int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads;
     *to++ = pass_gemm(&layer->query_key_value, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = rows_stage(cache_rows, pass, layer, rows);

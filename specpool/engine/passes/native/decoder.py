@@ -6,8 +6,9 @@ from pathlib import Path
 
 from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
-LINEARS = ("qkv", "out", "gate_up", "down", "router", "gate_ups", "downs")
+LINEARS = ("qkv", "inputs", "out", "gate_up", "down", "router", "gate_ups", "downs")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
+DELTA_NUMBERS = ("taps", "rate", "dt_bias", "gate_norm")
 
 
 class Panel(Structure):
@@ -31,10 +32,11 @@ class Layer(Structure):
 
     _fields_ = (
         *((name, Linear) for name in LINEARS),
-        *((name, c_void_p) for name in ("correction", *NORMS, "sinks")),
-        *((name, c_int64) for name in ("window", "rotary")),
+        *((name, c_void_p) for name in ("correction", "shared_gate", *NORMS, "sinks")),
+        *((name, c_int64) for name in ("window", "rotary", "is_gated")),
         ("softcap", c_float),
-        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("keys", "values", *DELTA_NUMBERS)),
+        *((name, c_void_p) for name in ("states", "edges", "tail_inputs", "tail_gates")),
     )
 
 
@@ -52,6 +54,14 @@ class Activation(Structure):
     """How MLPs combine gate and up."""
 
     _fields_ = (("is_gelu", c_int64), *((name, c_float) for name in ("alpha", "limit", "shift")))
+
+
+class DeltaSizes(Structure):
+    """Sizes of all gated delta nets of a model."""
+
+    _fields_ = tuple(
+        (name, c_int64) for name in ("key_heads", "value_heads", "key_size", "value_size", "taps", "tail_rows")
+    )
 
 
 class Rotary(Structure):
@@ -79,6 +89,7 @@ class Model(Structure):
         ("softcap", c_float),
         ("routing", Routing),
         ("activation", Activation),
+        ("delta", DeltaSizes),
     )
 
 
@@ -94,6 +105,8 @@ class Batch(Structure):
         ("num_state_layers", c_int64),
         ("state_layers", POINTER(c_int64)),
         ("states", c_void_p),
+        ("num_segments", c_int64),
+        ("segments", c_void_p),
     )
 
 
@@ -110,7 +123,7 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "experts.h", "rows.h")),
+    *(FOLDER / name for name in ("decoder.c", "experts.h", "delta_net.h", "rows.h")),
     *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,

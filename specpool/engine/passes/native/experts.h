@@ -3,9 +3,7 @@
 
    The choices of a row are consecutive. Places are the choices grouped by expert. */
 
-#include "rows.h"
-
-#include <string.h>
+#include "delta_net.h"
 
 /* Added to the sum of weights before it divides them. As in fused_experts.py. */
 #define TINY_WEIGHT 1e-20f
@@ -71,7 +69,7 @@ static void score(const Routing *routing, float *logits) {
     for (int64_t i = 0; i < experts; i++) peak = logits[i] > peak ? logits[i] : peak;
     for (int64_t i = 0; i < experts; i += WIDE) {
         wide x = at(logits + i, 0);
-        if (routing->is_sigmoid) put(logits + i, 0, 1.0f / (1.0f + exponential((wide){0} - x)));
+        if (routing->is_sigmoid) put(logits + i, 0, sigmoid(x));
         else put(logits + i, 0, exponential(x - peak));
     }
     for (int64_t i = 0; i < experts; i++) sum += logits[i];
@@ -174,15 +172,23 @@ static void gate_places(const Stage *stage, int64_t place, int64_t end) {
     for (; place < end; place++) gate(mix->activation, mix->gate_up + place * 2 * size, size, mix->gated + place * size);
 }
 
+/* The weight of the MLP that all rows share. */
+static float shared_weight(const Mixture *mix, const Layer *layer, int64_t row) {
+    if (!layer->shared_gate) return 1;
+    float logit = dot(mix->normed + row * mix->hidden, layer->shared_gate, mix->hidden);
+    return sigmoid((wide){logit})[0];
+}
+
 /* branch = the weighted sum of the experts of a row, plus the branch if all rows share an MLP. */
 static ONE_COPY void combine(const Mixture *mix, const Layer *layer, int64_t row, float *branch) {
     int64_t top_k = mix->routing->top_k, outputs = layer->downs.outputs / mix->routing->experts;
     const float *weights = mix->weights + row * top_k;
     const int32_t *places = mix->places + row * top_k;
+    float shared = shared_weight(mix, layer, row);
     for (int64_t i = 0; i < mix->hidden; i += WIDE) {
         wide sum = at(mix->inputs + places[0] * outputs + i, 0) * weights[0];
         for (int64_t k = 1; k < top_k; k++) sum += at(mix->inputs + places[k] * outputs + i, 0) * weights[k];
-        if (layer->down.panels) sum += at(branch + i, 0);
+        if (layer->down.panels) sum += at(branch + i, 0) * shared;
         put(branch + i, 0, sum);
     }
 }

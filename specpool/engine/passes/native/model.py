@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.recurrent import RecurrentArena
 from specpool.engine.config.options import Activations, Int8RefusedError
 from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_layers import FusedLayer
 from specpool.engine.passes.native.decoder import (
     LINEARS,
-    NORMS,
     Activation,
     Batch,
     Layer,
@@ -34,12 +35,21 @@ from specpool.engine.passes.native.packed_weights import (
     PackedWeights,
     bytes_of,
     gemm_kinds,
+    numbers_of,
     panels_of,
     resolve_activations,
     stacked_bias,
 )
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PART, segments_of
-from specpool.engine.passes.native.shapes import LANES, gemm_inputs_of, largest_intermediate, routing_of, shape_problem
+from specpool.engine.passes.native.shapes import (
+    LANES,
+    attention_layers,
+    delta_sizes_of,
+    gemm_inputs_of,
+    largest_intermediate,
+    routing_of,
+    shape_problem,
+)
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sampling.head import Head
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
@@ -72,7 +82,7 @@ class NativeModel(ForwardPass):
         """
         super().__init__()
         self._activations = activations
-        first: Any = fused.layers[0]
+        first = next(attention_layers(fused))
         activation = first.mlp.activation
         self._groups, self._compile = first.heads // first.kv_heads, compiler
         self.kinds: Mapping[str, int] = panels.kinds
@@ -110,6 +120,7 @@ class NativeModel(ForwardPass):
             activation=Activation(
                 activation.function == "gelu_tanh", activation.alpha, activation.limit or inf, activation.shift
             ),
+            delta=delta_sizes_of(fused),
         )
         if fused.fc is not None:
             self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
@@ -136,7 +147,9 @@ class NativeModel(ForwardPass):
         return self._gemm(self._projection, states.contiguous())[:, : self.state_size]
 
     def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
-        """The compiled draft loop; None if this machine cannot run it."""
+        """The compiled draft loop; None if this machine cannot run it, or if layers are recurrent."""
+        if arena.recurrent is not None:
+            return None
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     def scratch_bytes(self, rows: int, length: int) -> int:
@@ -227,6 +240,8 @@ class NativeModel(ForwardPass):
             arguments.num_state_layers = count = len(batch.state_layers)
             arguments.state_layers = (c_int64 * count)(*batch.state_layers)  # the struct keeps the array alive
             arguments.states = batch.states.data_ptr()
+        if batch.num_segments:
+            arguments.num_segments, arguments.segments = batch.num_segments, batch.segments.data_ptr()
         return arguments, logits
 
     def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
@@ -244,8 +259,19 @@ class NativeModel(ForwardPass):
         if arena is not self._arena:
             self._arena, self._model.columns, self._model.page_size = arena, arena.keys[0].shape[1], arena.page_size
             self._model.tables, self._model.table_size = arena.tables.data_ptr(), arena.tables.shape[1]
-            for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
+            attending = [layer for layer in self._layers if not layer.inputs.panels]
+            for layer, keys, values in zip(attending, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            if arena.recurrent is not None:
+                self._point_to_states(arena.recurrent)
+
+    def _point_to_states(self, recurrent: RecurrentArena) -> None:
+        self._model.delta.tail_rows = recurrent.rows
+        tensors = recurrent.states, recurrent.edges, recurrent.inputs, recurrent.gates
+        for layer, of_layer in zip(
+            (layer for layer in self._layers if layer.inputs.panels), zip(*tensors, strict=True), strict=True
+        ):
+            layer.states, layer.edges, layer.tail_inputs, layer.tail_gates = (each.data_ptr() for each in of_layer)
 
     def _set_widened_from(self, rows: int) -> None:
         for layer in self._layers:
@@ -274,15 +300,14 @@ class NativeModel(ForwardPass):
         return NEVER
 
     def _pack_layer(self, panels: Mapping[str, Any], layer: Any) -> Layer:
-        return Layer(
+        packed = Layer(
             **{name: self._packed.linear(panels[name], stacked_bias(layer.linears[name]), NEVER) for name in panels},
-            correction=self._packed.numbers(getattr(layer.mlp, "correction", None)),
-            **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
-            sinks=self._packed.numbers(layer.attention.sinks),
-            window=layer.attention.window or 0,
-            rotary=layer.rotary,
-            softcap=layer.attention.softcap or 0,
+            **{name: self._packed.numbers(numbers) for name, numbers in numbers_of(layer).items()},
         )
+        if isinstance(layer, FusedLayer):
+            packed.window, packed.softcap = layer.attention.window or 0, layer.attention.softcap or 0
+            packed.rotary, packed.is_gated = layer.rotary, layer.gated
+        return packed
 
 
 def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: Activations) -> NativeModel | None:
@@ -293,7 +318,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
     if (problem := shape_problem(fused)) is not None:
         _refuse_int8(activations, problem)
         return None
-    first: Any = fused.layers[0]
+    first = next(attention_layers(fused))
     head_dim, groups = first.head_dim, first.heads // first.kv_heads
     del first  # packing releases each layer
     panels = panels_of(fused)

@@ -13,7 +13,9 @@ from specpool.engine.cache.memory import zeros
 from specpool.engine.config.options import FLOAT32, INT8, Activations, Int8RefusedError
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.decoder import NORMS, Linear, Panel
+from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_layers import FusedLayer
+from specpool.engine.passes.native.decoder import DELTA_NUMBERS, NORMS, Linear, Panel
 from specpool.engine.passes.native.panels import KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
@@ -122,13 +124,23 @@ class PackedWeights:
 def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
-    norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    norms += [each for layer in layers for each in (getattr(layer.mlp, "correction", None), layer.attention.sinks)]
+    vectors = [fused.norm, *(each for layer in layers for each in numbers_of(layer).values())]
     biases = [stacked_bias(linears) for layer in layers for linears in layer.linears.values()] + [fused.head.bias]
     biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
-    float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]
+    float_bytes = [4 * (PANEL + numbers.numel()) for numbers in vectors + biases if numbers is not None]
     panel_bytes = [segment.total_bytes for segment in panels.segments]
     return sum(round_up(count, ALIGNMENT) for count in (*panel_bytes, *float_bytes))
+
+
+def numbers_of(layer: Any) -> dict[str, torch.Tensor | None]:
+    """The float32 numbers of a decoder layer beside its linear layers, by their names in the struct."""
+    numbers = {name: getattr(layer, name, None) for name in (*NORMS, *DELTA_NUMBERS)}
+    if isinstance(layer, FusedLayer):
+        numbers["sinks"] = layer.attention.sinks
+    if isinstance(layer.mlp, FusedExperts):
+        gate = layer.mlp.shared_gate
+        numbers |= {"correction": layer.mlp.correction, "shared_gate": None if gate is None else gate.weight}
+    return numbers
 
 
 MIXED = "mixed"

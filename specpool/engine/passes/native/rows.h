@@ -2,7 +2,7 @@
 
 #include "gemm.h"
 
-/* Kinds of stages. */
+/* Kinds of stages. Recurrences count as attention. */
 enum { GEMM, ATTENTION, ROWS };
 
 /* Minimum number of rows that a thread claims: moving fewer to another core takes longer than computing them. */
@@ -29,24 +29,42 @@ typedef struct {
     float alpha, limit, shift; /* `limit`: of the magnitudes, or infinite */
 } Activation;
 
+/* Sizes of all gated delta nets of a model. `taps`: of the convolution. `tail_rows`: rows of a tail. */
+typedef struct {
+    int64_t key_heads, value_heads, key_size, value_size, taps, tail_rows;
+} DeltaSizes;
+
+/* How a pass runs the recurrence of a span; see `Segment` of checkpoints.py. */
+typedef struct {
+    int64_t first_row, rows, start, read, read_position, read_tail, write, write_position, write_tail;
+} Segment;
+
 /* Tables [positions, HEAD_DIM]. Sines of the first half of a head are negated. */
 typedef struct {
     const float *cosines, *sines;
 } Rotary;
 
 typedef struct {
-    Linear query_key_value, out;
+    Linear query_key_value;          /* gates of the heads follow, if the layer is gated */
+    Linear inputs;                   /* of a delta net: see FusedDeltaNet; without panels if the layer attends */
+    Linear out;
     Linear gate_up, down;            /* of the MLP for all rows; without panels if all are experts */
     Linear router, gate_ups, downs;  /* of the experts, whose outputs follow each other; without panels if there are none */
     const float *correction;         /* of the scores that choose experts, [experts], or null */
+    const float *shared_gate;        /* of the MLP beside experts, [hidden], or null */
     const float *before_attention, *before_mlp; /* norm weights, [hidden] */
     const float *after_attention, *after_mlp;   /* norm weights, [hidden], or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
     const float *sinks;                         /* [heads], or null */
     int64_t window;                             /* visible positions of a row, its own included; 0: all */
     int64_t rotary;                             /* index of the rotary tables */
+    int64_t is_gated;                           /* whether sigmoids of gates multiply the results of attention */
     float softcap;                              /* bound on scores; 0: none */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
+    const float *taps;             /* of a delta net, [taps, features], oldest first */
+    const float *rate, *dt_bias;   /* [value_heads]: log decay = rate * softplus(step + dt_bias) */
+    const float *gate_norm;        /* [value_size] */
+    float *states, *edges, *tail_inputs, *tail_gates; /* as in recurrent.py */
 } Layer;
 
 typedef struct {
@@ -62,6 +80,7 @@ typedef struct {
     float embedding_scale, softcap; /* `softcap`: bound on logits; 0: none */
     Routing routing;
     Activation activation;
+    DeltaSizes delta;
 } Model;
 
 typedef struct {
@@ -77,18 +96,27 @@ typedef struct {
     int64_t num_state_layers;
     const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
     uint16_t *states;            /* bfloat16 [rows, num_state_layers, hidden] */
+    int64_t num_segments;
+    const Segment *segments; /* of recurrent layers */
 } Batch;
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)
 
 /* --- One row */
 
+/* Of `size` features. */
+static INLINE float dot(const float *x, const float *y, int64_t size) {
+    wide sums[SLICES] = {{0}};
+    for (int64_t i = 0; i < size; i += LANES)
+        for (int s = 0; s < SLICES; s++) sums[s] += at(x + i, s) * at(y + i, s);
+    return folded(sums, 0);
+}
+
+static INLINE wide sigmoid(wide x) { return 1.0f / (1.0f + exponential((wide){0} - x)); }
+
 /* x / rms(x) * weight, of `size` features; `out` may be `x`. */
 static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *out) {
-    wide squares[SLICES] = {{0}};
-    for (int64_t i = 0; i < size; i += LANES)
-        for (int s = 0; s < SLICES; s++) squares[s] += at(x + i, s) * at(x + i, s);
-    float scale = 1.0f / sqrtf(folded(squares, 0) / size + eps);
+    float scale = 1.0f / sqrtf(dot(x, x, size) / size + eps);
     for (int64_t i = 0; i < size; i += WIDE) put(out + i, 0, at(x + i, 0) * scale * at(weight + i, 0));
 }
 

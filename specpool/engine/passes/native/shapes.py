@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
-from specpool.engine.passes.native.decoder import Routing
+from specpool.engine.passes.fused_layers import FusedLayer
+from specpool.engine.passes.native.decoder import DeltaSizes, Routing
 
 # As in decoder.c.
 LANES = 16
@@ -44,18 +46,31 @@ def routing_of(fused: FusedModel) -> Routing:
     )
 
 
+def delta_sizes_of(fused: FusedModel) -> DeltaSizes:
+    """Return the sizes of a model's delta nets. All share them; the cache knows the rows of a tail."""
+    net = next(delta_nets(fused), None)
+    if net is None:
+        return DeltaSizes()
+    return DeltaSizes(net.key_heads, net.value_heads, net.key_size, net.value_size, len(net.taps))
+
+
 def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run EAGLE heads and MTP layers"
-    if fused.uncompiled_layers is not None:
-        return f"cannot run {fused.uncompiled_layers}"
-    layers: list[Any] = list(fused.layers)
+    layers = list(attention_layers(fused))
+    if not layers:
+        return "needs at least one layer that attends"
     names = ("gate_up", "gate_ups")
     gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]
     # The size in the unsharded model, so all ranks agree.
     intermediate = [fused.group.full_size(gate_up.out_features // 2, "intermediate") for gate_up in gate_ups]
     sizes = [("head_dim", layers[0].head_dim), ("hidden size", fused.norm.numel())]
+    sizes += [
+        (f"linear_{name}_head_dim", getattr(net, f"{name}_size"))
+        for net in delta_nets(fused)
+        for name in ("key", "value")
+    ]
     for name, size in [*sizes, *(("intermediate size", size) for size in intermediate)]:
         if size % LANES:
             return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"
@@ -66,6 +81,16 @@ def shape_problem(fused: FusedModel) -> str | None:
     if fused.norm.device.type != "cpu" or fused.compute_dtype not in (torch.float32, torch.bfloat16):
         return "runs only on CPUs, with float32 or bfloat16 weights"
     return None
+
+
+def attention_layers(fused: FusedModel) -> Iterator[FusedLayer]:
+    """Yield the layers that attend."""
+    return (layer for layer in fused.layers if isinstance(layer, FusedLayer))
+
+
+def delta_nets(fused: FusedModel) -> Iterator[FusedDeltaNet]:
+    """Yield the layers with gated delta nets."""
+    return (layer for layer in fused.layers if isinstance(layer, FusedDeltaNet))
 
 
 def _linears(fused: FusedModel) -> Iterator[dict[str, list[Any]]]:

@@ -106,6 +106,8 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
         model, kv_memory="16383", max_model_len=64, dtype="float32"
     )
     check_options(EngineOptions(model=model, kv_memory="1KiB", tensor_parallel=2, device="cpu"))
+    hybrid = {"model_type": "qwen3_next", "full_attention_interval": 2}  # one of two layers caches keys and values
+    check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
 
 
 def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ import torch
 
 ROOT = Path(__file__).parents[4]
 FILES = [
-    *(f"tests/specpool/engine/passes/test_{name}.py" for name in ("activations", "native", "panels")),
+    *(
+        f"tests/specpool/engine/passes/test_{name}.py"
+        for name in ("activations", "native", "native_delta_net", "panels")
+    ),
     *(f"tests/specpool/engine/probes/test_{name}.py" for name in ("cpus", "batch_invariance")),
     "tests/specpool/engine/sampling/test_compiled_sampling.py",
     "tests/specpool/engine/startup/test_self_test.py",

@@ -1,0 +1,142 @@
+"""Gated delta nets of the compiled pass: near transformers, with equal bits in any batch, round and processor."""
+
+import platform
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    decode_alone,
+    edited_weights,
+    load_engine,
+    random_tokens,
+    round_weights,
+    rows_that_differ,
+    save_model,
+    small_config,
+    transformers_logits,
+)
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.native import compiler
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run.engine import Engine
+
+pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 80,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+CHANGES: dict[str, dict[str, Any]] = {"qwen3_5_text": {}, "qwen3_next": EXPERTS, "qwen3_5_moe_text": EXPERTS}
+LENGTH = 90
+
+
+def save_hybrid(folder: Path, family: str = "qwen3_5_text", **changes: Any) -> Path:
+    """Save a random model with three delta nets and one layer that attends, of distinct heads, norms and taps."""
+    save_model(folder, small_config(family, **SIZES, **CHANGES[family], **changes))
+    generator = torch.Generator().manual_seed(1)
+    with edited_weights(folder) as weights:
+        for weight in weights.values():
+            if weight.dim() < 2:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("hybrid"))
+
+
+def load_hybrid(folder: Path, **options: object) -> Engine:
+    engine = load_engine(folder, **options)
+    assert isinstance(engine.forward_pass, NativeModel)
+    return engine
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_logits_are_near_those_of_transformers_and_of_torch(tmp_path: Path, family: str) -> None:
+    save_hybrid(tmp_path, family)
+    tokens, engine = random_tokens(LENGTH), load_hybrid(tmp_path)
+    logits = decode_alone(engine, tokens)
+    torch.testing.assert_close(logits, transformers_logits(tmp_path, tokens), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits, decode_alone(load_engine(tmp_path, native=False), tokens), atol=2e-4, rtol=2e-4)
+    assert rows_that_differ(engine) == 0
+
+
+def test_a_prompt_cut_anywhere_has_the_same_bits(hybrid: Path) -> None:
+    engine, tokens, chance = load_hybrid(hybrid), random_tokens(LENGTH), random.Random(0)
+    alone = decode_alone(engine, tokens)
+    for slot in range(1, 8):
+        cuts = sorted({0, *chance.sample(range(1, LENGTH), chance.randint(0, 6)), LENGTH})
+        parts = [engine.forward([Span(slot, a, tokens[a:b], b - a)]) for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), alone)
+
+
+def test_rejected_drafts_and_repeated_rounds_change_no_bit(hybrid: Path) -> None:
+    engine, chance = load_hybrid(hybrid), random.Random(1)
+    texts = [random_tokens(LENGTH, seed) for seed in range(5)]
+    alone = [decode_alone(engine, text) for text in texts]
+    ends = [chance.randint(1, 50) for _ in texts]
+    engine.forward([Span(slot, 0, text[:end], 0) for slot, (text, end) in enumerate(zip(texts, ends, strict=True))])
+    for _ in range(20):
+        spans, rights = [], []
+        for slot in chance.sample(range(len(texts)), chance.randint(1, len(texts))):
+            start = ends[slot]
+            committed, drafts = chance.randint(1, 3), chance.randint(0, 6)
+            right = chance.randint(0, drafts)  # the others are rejected
+            tokens = texts[slot][start : start + committed + right]
+            rights.append(len(tokens))
+            tokens += random_tokens(drafts - right, seed=start + 1)
+            spans.append(Span(slot, start, tokens, len(tokens), num_tentative=drafts))
+        for _ in range(chance.randint(1, 2)):
+            logits = engine.forward(spans).split([span.num_logits for span in spans])
+            for span, rows, right in zip(spans, logits, rights, strict=True):
+                assert torch.equal(rows[:right], alone[span.slot][span.start : span.start + right])
+        for span, right in zip(spans, rights, strict=True):
+            ends[span.slot] = span.start + right if span.start + right < LENGTH - 9 else chance.randint(1, 3)
+            if ends[span.slot] <= 3:  # a new sequence
+                engine.forward([Span(span.slot, 0, texts[span.slot][: ends[span.slot]], 0)])
+
+
+def test_thread_counts_change_no_bit(hybrid: Path) -> None:
+    engine, tokens, before = load_hybrid(hybrid), random_tokens(LENGTH), torch.get_num_threads()
+    logits = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            logits.append(engine.forward([Span(1, 0, tokens, LENGTH), Span(2, 0, tokens[:3], 1)]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(logits[0], others) for others in logits[1:])
+
+
+@pytest.mark.parametrize("processor", ["-march=x86-64", pytest.param("-march=x86-64-v3", marks=pytest.mark.slow)])
+def test_the_pass_is_batch_invariant_on_other_processors(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("flags of another kind of processor")
+    here, tokens = load_hybrid(hybrid), random_tokens(LENGTH)
+    monkeypatch.setitem(compiler.NATIVE, "x86_64", processor)
+    there = load_hybrid(hybrid)
+    torch.testing.assert_close(decode_alone(there, tokens), decode_alone(here, tokens), atol=1e-4, rtol=1e-4)
+    assert there.bitwise
+    assert rows_that_differ(there) == 0
+
+
+def test_bfloat16_weights_stay_bfloat16(tmp_path: Path) -> None:
+    engine = load_hybrid(round_weights(save_hybrid(tmp_path)))
+    assert engine.forward_pass.weight_kinds.keys() == {"bfloat16"}
+    tokens = random_tokens(LENGTH)
+    torch.testing.assert_close(
+        decode_alone(engine, tokens), transformers_logits(tmp_path, tokens), atol=2e-4, rtol=2e-4
+    )
