@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from feature_drafts import encoded_states, random_states
+from interpreted_kernels import run_by_kernels
 from mtp_models import FAMILIES, GLM, ReferenceMtp, save_mtp_target
 from packed_checkpoints import FORMATS
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
 LENGTH, HIDDEN, K = 20, 64, 4
@@ -177,3 +180,24 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
         for folder in (glm, tmp_path / "packed")
     ]
     torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
+def test_kernels_run_layers(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, own states and draft tokens are those of the fused pass."""
+    pytest.importorskip("triton")
+    options: dict[str, Any] = {
+        "exact": False, "target_model": str(glm), "max_sequences": 3, "max_model_len": 32,
+    }  # fmt: skip
+    fused, tokens, given = load_engine(Path("mtp"), **options), random_tokens(12), random_states(12, HIDDEN, 0.4)
+    spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
+    item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
+    expected, own_states = fused.forward(spans), fused.own_states
+    ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
+    run_by_kernels(monkeypatch)
+    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
+    engine = load_engine(Path("mtp"), cuda_graphs=False, **options)
+    assert isinstance(engine.forward_pass, GpuModel)
+    torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(engine.own_states, own_states, atol=2e-5, rtol=1e-4)
+    ((actual,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
+    assert actual.draft_token_ids == proposal.draft_token_ids
