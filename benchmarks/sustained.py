@@ -49,6 +49,7 @@ RUN_NUMBERS = 10**6
 Stream = Callable[[list[int], int], AsyncIterator[int]]
 """Streams an answer to a prompt, of a given length. Yields the number of tokens in each message."""
 Row = dict[str, Any]
+NO_SHARES: Row = {"realign_%": None, "cached_%": None}
 
 
 @dataclass
@@ -120,7 +121,7 @@ async def measure(client: AsyncClient, model: Path, engine: Engine | None, optio
                 streams[LLAMACPP] = stream_of_llamacpp(address)
             for kind, stream in progress(list(streams.items()), f"{clients} clients"):
                 prompts = prompts_of(model, options.lines, clients, options.seconds, first=1 + len(rows) * RUN_NUMBERS)
-                measured = await load(client, stream, prompts, options.seconds)
+                measured = await load(client if kind in SERVICE else None, stream, prompts, options.seconds)
                 rows.append({"clients": clients, "decoding": kind, **measured})
     return rows
 
@@ -168,8 +169,11 @@ def stream_of_llamacpp(address: str) -> Stream:
     return stream
 
 
-async def load(client: AsyncClient, stream: Stream, prompts: list[TokenIds], seconds: int) -> Row:
-    """Run one client per list of prompts and return the figures. Raises the first error of a client."""
+async def load(service: AsyncClient | None, stream: Stream, prompts: list[TokenIds], seconds: int) -> Row:
+    """Run one client per list of prompts and return the figures. Raises the first error of a client.
+
+    `service`: its counters give the shares. None: the row has no shares.
+    """
     began, counters = time.perf_counter(), []
     meter = Meter(began + WARM_UP_SECONDS)
     tasks = [asyncio.create_task(run_client(stream, some, Random(i), meter)) for i, some in enumerate(prompts)]
@@ -178,13 +182,14 @@ async def load(client: AsyncClient, stream: Stream, prompts: list[TokenIds], sec
             done, _ = await asyncio.wait(tasks, timeout=ends - time.perf_counter(), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            counters.append((await current_info(client)).counters)
+            if service is not None:
+                counters.append((await current_info(service)).counters)
         elapsed = time.perf_counter() - meter.opens
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return figures(meter, elapsed) | shares(*counters)
+    return figures(meter, elapsed) | (shares(*counters) if counters else NO_SHARES)
 
 
 async def run_client(stream: Stream, prompts: TokenIds, random: Random, meter: Meter) -> None:

@@ -1,5 +1,6 @@
 """The sustained load: its figures, and short runs with a tiny pair and a stand-in for llama.cpp."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from itertools import islice
@@ -11,6 +12,7 @@ from pair_service import serving_pair
 from benchmarks import sustained
 from benchmarks.llamacpp_process import Engine
 from benchmarks.sustained import Meter, figures, measure, measure_prefix, numbered_lines, parse, prompts_of, shares
+from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.v1 import generation_pb2 as pb
 
@@ -71,18 +73,26 @@ async def test_error_of_a_client_ends_the_run() -> None:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        await sustained.load(None, broken, [[[1]]], 1000)  # type: ignore[arg-type]
+        await sustained.load(None, broken, [[[1]]], 1000)
+
+
+async def keep_busy(client: AsyncClient) -> None:
+    while True:
+        await client.generate([1, 2, 3], max_tokens=8, ignore_eos=True)
 
 
 @pytest.mark.slow
 async def test_all_systems_run_the_load(tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client keeps the service's counters changing, even while llama.cpp runs."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("stand_ins")))
     (tmp_path / "model.gguf").write_text("GGUF")
     engine = Engine(sys.executable, tmp_path / "model.gguf", 1)
     options = parse(["--clients", "1", "--plain", "--repeats", "1"])
     options.seconds = 2
     async with serving_pair(*tiny_pair, {"threads": 1}, max_num_seqs=2) as service:
+        other = asyncio.create_task(keep_busy(service.client))
         rows = await measure(service.client, tiny_pair[0], engine, options)
+        other.cancel()
         (prefix,) = await measure_prefix(service.client, tiny_pair[0], options)
     assert [(row["clients"], row["decoding"]) for row in rows] == [(1, "default"), (1, "plain"), (1, "llama.cpp")]
     for row in rows:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from delta_nets import DELTA_NET_SIZES, EXPERTS
 from tiny_models import SMALL, edited_weights
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -21,6 +22,8 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": SECTIONS},
     "qwen3_vl": {"rope_parameters": SECTIONS},
     "gemma3": {"sliding_window": 256},
+    "qwen3_5": {**DELTA_NET_SIZES, "rope_parameters": {**SECTIONS, "mrope_section": [1, 1, 0]}},
+    "qwen3_5_moe": {**DELTA_NET_SIZES, **EXPERTS, "rope_parameters": {**SECTIONS, "mrope_section": [1, 1, 0]}},
 }
 """Settings of the text part by model type."""
 NEW_NAMES = {

@@ -13,7 +13,7 @@ from specpool.engine.cache.pages import PagePool
 from specpool.engine.cache.spans import Span
 
 SPACING = 1024
-"""Minimum positions between checkpoints that the prefix cache keeps of a sequence, except at the end of its prompt."""
+"""The prefix cache keeps the first checkpoint at or after each multiple of this, and those at the ends of prompts."""
 NONE = -1
 
 
@@ -46,25 +46,25 @@ class Checkpoint:
     tail: int
     end: int
     """The position after the last row in its tail."""
-    digest: bytes | None = None
-    ends_prompt: bool = False
+    is_prompt: bool = True
+    """Whether no token up to here was chosen by the model in this slot: the passes requested no logits."""
+    is_anchor: bool = False
+    """Whether the prefix cache keeps it."""
 
 
 class Checkpoints:
     """The checkpoints of all slots."""
 
-    def __init__(self, slots: int, entries: int, page_size: int, rows: int) -> None:
-        """`entries`: number of checkpoints, at least two per slot. `page_size`: of the prefix cache; 0: there is none.
-
-        `rows`: rows of a tail.
-        """
+    def __init__(self, slots: int, entries: int, page_size: int, rows: int, spacing: int = SPACING) -> None:
+        """`entries`: number of checkpoints, at least two per slot. `rows`: rows of a tail. `spacing`: see `SPACING`."""
         assert entries >= 2 * slots
-        self.pool, self._page_size, self._rows = PagePool(entries), page_size, rows
+        self.pool, self.rows = PagePool(entries), rows
+        self._page_size, self._spacing = page_size, spacing
         self._kept: list[list[Checkpoint]] = [[] for _ in range(slots)]
 
-    def holds(self, slot: int, base_length: int) -> bool:
-        """Whether a sequence can continue after this many positions."""
-        return base_length == 0 or self._at(slot, base_length) is not None
+    def reach(self, slot: int, length: int) -> int:
+        """Return the largest number of positions, at most `length`, after which a sequence can continue."""
+        return next((min(length, each.end) for each in reversed(self._kept[slot]) if each.position <= length), 0)
 
     def truncate(self, slot: int, base_length: int) -> None:
         """Drop the checkpoints after this many positions; all of them for 0, because a new sequence begins."""
@@ -76,54 +76,63 @@ class Checkpoints:
         """Return how many of these leading pages end at a cached checkpoint. `digests`: of pages from the first on."""
         return next((count for count in range(len(digests), 0, -1) if self.pool.has(digests[count - 1])), 0)
 
-    def share(self, slot: int, digests: Sequence[bytes]) -> None:
-        """Let a sequence begin with the checkpoint after these pages, which the prefix cache must have."""
-        (entry,) = self.pool.share(digests[-1:])
-        self.truncate(slot, 0)
-        position = len(digests) * self._page_size
-        self._kept[slot].append(Checkpoint(position, entry, 2 * slot, position, digests[-1]))
+    def reusable_length(self, slot: int, num_cached_tokens: int) -> int:
+        """Return the position of a sequence's last anchor in its valid positions; 0 if there is none."""
+        anchors = (each.position for each in self._kept[slot] if each.is_anchor and each.position <= num_cached_tokens)
+        return max(anchors, default=0)
 
-    def cache(self, slot: int, num_cached_tokens: int, digests: Sequence[bytes]) -> None:
-        """Add a sequence's checkpoints at page borders to the prefix cache. `digests`: of its pages, from the first."""
-        last = 0
+    def share(self, slot: int, position: int, digest: bytes) -> None:
+        """Let a sequence begin with the cached checkpoint after this many positions. `digest`: of the page before."""
+        (entry,) = self.pool.share([digest])
+        self.truncate(slot, 0)
+        self._kept[slot].append(Checkpoint(position, entry, 2 * slot, position, is_anchor=True))
+
+    def cache(self, slot: int, digests: Sequence[bytes]) -> None:
+        """Add a sequence's anchors to the prefix cache. `digests`: of its valid full pages, from the first on."""
         for each in self._kept[slot]:
-            count, rest = divmod(each.position, self._page_size or 1)
-            if not self._page_size or rest or not count or each.position > num_cached_tokens or count > len(digests):
-                continue
-            if each.digest is None and (each.ends_prompt or each.position - last >= SPACING):
-                each.digest = digests[count - 1]
-                self.pool.cache(each.entry, each.digest)
-            last = each.position if each.digest is not None else last
+            count = each.position // self._page_size
+            if each.is_anchor and count <= len(digests):
+                self.pool.cache(each.entry, digests[count - 1])
 
     def segment(self, span: Span, first_row: int) -> Segment:
         """Plan the recurrence of a span, and take a checkpoint for it. `first_row`: its first row in the packed batch.
 
-        A span may start where nothing was cached only in measurements, whose logits do not matter.
+        The sequence can then continue after the committed tokens, or after any tentative ones that fit in a tail. A
+        span may start where nothing was cached only in measurements, whose logits do not matter.
         """
         kept, start, end = self._kept[span.slot], span.start, span.end
-        begun = self._at(span.slot, start)
+        begun = next((each for each in reversed(kept) if each.position <= start <= each.end), None)
         committed = end - span.num_tentative
-        if begun is not None and committed <= start:
-            assert end - begun.position <= self._rows, "a draft is longer than a tail"
+        if begun is not None and committed == start and end - begun.position <= self.rows:
             begun.end = end
             return Segment(first_row, end - start, start, *_place(begun), NONE, 0, begun.tail)
-        border = committed - committed % self._page_size if self._page_size else committed
-        at = border if start < border and end - border <= self._rows else committed
-        assert end - at <= self._rows, "a draft is longer than a tail"
         self.pool.drop([each.entry for each in kept if each is not begun])
-        tail = 2 * span.slot + (begun is not None and begun.tail == 2 * span.slot)
-        is_prompt = committed - start > self._page_size > 0
-        new = Checkpoint(at, self.pool.take(), tail, end, ends_prompt=is_prompt and span.num_logits > 0)
+        new = self._next(span, begun)
         if begun is not None:
             begun.end = start
         kept[:] = [new] if begun is None else [begun, new]
-        read = (NONE, start, tail) if begun is None else _place(begun)
-        return Segment(first_row, end - start, start, *read, new.entry, at, tail)
+        read = (NONE, start, new.tail) if begun is None else _place(begun)
+        return Segment(first_row, end - start, start, *read, new.entry, new.position, new.tail)
 
-    def _at(self, slot: int, base_length: int) -> Checkpoint | None:
-        """The newest checkpoint from which the state after this many positions can be computed."""
-        reaching = (each for each in reversed(self._kept[slot]) if each.position <= base_length <= each.end)
-        return next(reaching, None)
+    def _next(self, span: Span, begun: Checkpoint | None) -> Checkpoint:
+        """Take a checkpoint for a span: at a page border if its tail then holds the rest, for the prefix cache."""
+        start, end, size = span.start, span.end, self._page_size
+        committed = end - span.num_tentative
+        border, before = committed // size * size, 0 if begun is None else begun.position
+        at_border = start < border and end - border <= self.rows
+        position = border if at_border else max(committed, end - self.rows)
+        was_prompt = begun is None or begun.is_prompt
+        ends_prompt = was_prompt and span.num_logits > 0
+        if begun is not None and ends_prompt and before == border:
+            begun.is_anchor = True
+        return Checkpoint(
+            position,
+            self.pool.take(),
+            2 * span.slot + (begun is not None and begun.tail == 2 * span.slot),
+            end,
+            is_prompt=was_prompt and not ends_prompt,
+            is_anchor=at_border and (ends_prompt or position // self._spacing > before // self._spacing),
+        )
 
     def clear(self) -> None:
         """Drop all checkpoints."""
@@ -132,8 +141,12 @@ class Checkpoints:
         self.pool.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a checkpoint is lost or miscounted."""
+        """Raise AssertionError if a checkpoint is lost or miscounted, or two of a sequence share a tail."""
         self.pool.check_integrity([[each.entry for each in kept] for kept in self._kept])
+        for kept in self._kept:
+            assert len(kept) <= 2, "a sequence has too many checkpoints"
+            assert len({each.tail for each in kept}) == len(kept), "two checkpoints share a tail"
+            assert all(each.position <= each.end <= each.position + self.rows for each in kept), "a tail is too long"
 
 
 def _place(checkpoint: Checkpoint) -> tuple[int, int, int]:

@@ -72,6 +72,8 @@ class SlotTable:
         self._window = window
         self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
         self.tables.pool.on_evict = self._record_eviction
+        if checkpoints is not None:
+            checkpoints.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
@@ -110,10 +112,14 @@ class SlotTable:
 
     def _holds(self, slot: Slot, base_length: int) -> bool:
         """Return whether the cache holds every position below `base_length` that later rows attend to."""
-        if self.checkpoints is not None and not self.checkpoints.holds(slot.index, base_length):
+        if self.reach(slot, base_length) < base_length:
             return False
         first = self.tables.first(slot.index) if base_length else 0  # a restarted sequence reads none
         return base_length <= slot.num_cached_tokens and first <= self._first_read(base_length)
+
+    def reach(self, slot: Slot, length: int) -> int:
+        """Return the largest number of cached positions, at most `length`, after which a sequence can continue."""
+        return length if self.checkpoints is None else self.checkpoints.reach(slot.index, length)
 
     def _first_read(self, start: int) -> int:
         """Return the first position that rows from `start` on attend to."""
@@ -156,13 +162,16 @@ class SlotTable:
         if shared:
             tables.truncate(slot.index, base)
             tables.add(slot.index, shared)
-            if self.checkpoints is not None and slot.digests is not None:
-                self.checkpoints.share(slot.index, slot.digests.first(len(shared) + base // tables.page_size, []))
             slot.num_digested_pages += len(shared)
             slot.token_ids[base:] = item.token_ids[: len(shared) * tables.page_size]
         slot.prefix_length = len(shared) * tables.page_size
         item.base_length, item.token_ids = base + slot.prefix_length, item.token_ids[slot.prefix_length :]
-        return ItemStatus.OK if self.grow(key, columns) else ItemStatus.NO_SLOT
+        if not self.grow(key, columns):
+            return ItemStatus.NO_SLOT
+        if shared and self.checkpoints is not None and slot.digests is not None:
+            digests = slot.digests.first(slot.num_digested_pages, slot.token_ids)
+            self.checkpoints.share(slot.index, item.base_length, digests[-1])
+        return ItemStatus.OK
 
     def keep(self, key: SequenceKey, num_cached_tokens: int) -> None:
         """Mark the first positions of a sequence as valid, and add its full pages to the prefix cache.
@@ -177,8 +186,8 @@ class SlotTable:
             for page, digest in zip(tables.pages(slot.index, first, count), digests[first:], strict=True):
                 tables.pool.cache(page, digest)
             slot.num_digested_pages = count
-            if self.checkpoints is not None:
-                self.checkpoints.cache(slot.index, num_cached_tokens, digests)
+        if slot.digests is not None and self.checkpoints is not None:
+            self.checkpoints.cache(slot.index, slot.digests.first(count, slot.token_ids))
         tables.free_before(slot.index, self._first_read(start))
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:
@@ -189,22 +198,32 @@ class SlotTable:
         if slot.digests is None or rest or not count or slot.num_digested_pages < whole:
             return []
         token_ids = [*slot.token_ids[: item.base_length], *item.token_ids]
-        digests = slot.digests.first(whole + count, token_ids)
-        if self.checkpoints is not None:
-            digests = digests[: self.checkpoints.shared_pages(digests)]
-        shared = self.tables.pool.share(digests[whole:])
+        shared = self._take_prefix(slot.digests.first(whole + count, token_ids), whole)
         slot.digests.truncate(whole + len(shared))  # other tokens may follow, if this round fails or rejects drafts
         return shared
 
     def cached_prefix(self, namespace: bytes, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens of a new sequence the prefix cache holds, never counting the last token."""
         size, pool = self.tables.page_size, self.tables.pool
-        digests = PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids)
-        if self.checkpoints is not None:
-            digests = digests[: self.checkpoints.shared_pages(digests)]
-        pages = pool.share(digests)
+        pages = self._take_prefix(PageDigests(namespace, size).first((len(token_ids) - 1) // size, token_ids))
         pool.drop(pages)
         return len(pages) * size
+
+    def _take_prefix(self, digests: Sequence[bytes], held: int = 0) -> list[int]:
+        """Share the leading cached pages that a sequence can begin with. `held`: leading pages that it has already."""
+        pages = self.tables.pool.share(digests[held:])
+        if self.checkpoints is not None:
+            count = self.checkpoints.shared_pages(digests[: held + len(pages)]) - held
+            self.tables.pool.drop(pages[max(0, count) :])
+            del pages[max(0, count) :]
+        return pages
+
+    def reusable_length(self, key: SequenceKey) -> int | None:
+        """Return after how many leading tokens other sequences can continue. None: after every full page."""
+        slot = self._slots[key]
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.reusable_length(slot.index, 0 if slot.digests is None else slot.num_cached_tokens)
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""

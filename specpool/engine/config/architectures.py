@@ -73,7 +73,10 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     """
     types = read("layer_types")
     supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
-    names = sorted(set(types) - supported) if isinstance(types, list | tuple) else []
+    kinds = set(types) if isinstance(types, list | tuple) else set()
+    names = sorted(kinds - supported)
+    if kinds == {"linear_attention"} and not names:
+        return unsupported(read("model_type"), "recurrent layers without attention")
     if not names:
         return None
     if any(map(read, _STATE_SPACE)):  # transformers labels state-space layers so

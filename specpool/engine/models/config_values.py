@@ -9,13 +9,19 @@ from pydantic import BaseModel, Field, ValidationError
 
 from specpool.engine.config.sources import UnsupportedModelError
 
-MAX_LAYERS, MAX_HEADS, MAX_HIDDEN, MAX_ROWS, MAX_POSITIONS = 2**12, 2**16, 2**20, 2**24, 2**31
+MAX_LAYERS, MAX_HEADS, MAX_HIDDEN, MAX_ROWS, MAX_POSITIONS, MAX_TAPS = 2**12, 2**16, 2**20, 2**24, 2**31, 2**6
+MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
+"""Pairs of sizes of which the first must be a multiple of the second."""
 LIMITS: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
+        "linear_conv_kernel_dim": MAX_TAPS,
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),
+        "shared_expert_intermediate_size": MAX_ROWS,
         **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
     }
 )
@@ -41,6 +47,7 @@ GGUF_LIMITS: Mapping[str, int] = MappingProxyType(
 class _Rope(BaseModel, strict=True):
     factor: float | None = None
     original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
     rope_type: str | None = None
     full_attention: "_Rope | None" = None  # by layer type
@@ -51,10 +58,14 @@ class _Types(BaseModel, from_attributes=True, strict=True):
     """Types of the values that the engine reads, because transformers does not check them all."""
 
     architectures: list[str] | None = None
+    attn_output_gate: bool | None = None
     attn_logit_softcapping: float | None = Field(None, gt=0)
+    decoder_sparse_step: int | None = Field(None, ge=1)
     final_logit_softcapping: float | None = Field(None, gt=0)
+    full_attention_interval: int | None = Field(None, ge=1)
     is_encoder_decoder: bool | None = None
     layer_types: list[str] | None = None
+    mlp_only_layers: list[int] | None = None
     model_type: str | None = None
     n_routed_experts: int | None = Field(None, ge=0)
     n_shared_experts: int | None = Field(None, ge=0)
@@ -104,11 +115,10 @@ def check_sizes(config: Mapping[str, Any], where: str) -> None:
     for name, part in config.items():
         if isinstance(part, Mapping) and name.endswith("_config"):
             check_sizes(part, f"{where}: {name}")
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:
-        raise UnsupportedModelError(
-            f"{where}: num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}"
-        )
+    for name, divisor in MULTIPLES:
+        heads, groups = config.get(name), config.get(divisor)
+        if heads and groups and heads % groups:
+            raise UnsupportedModelError(f"{where}: {name} is {heads}, not a multiple of {divisor} {groups}")
 
 
 def check_gguf_sizes(metadata: Mapping[str, Any], where: str) -> None:

@@ -11,7 +11,15 @@ WRAPPER = "specpool_wrapper"
 """Configuration key of a text part that holds the model type of the whole checkpoint."""
 TEXT_NOTE = "serves the text part; images are not supported"
 TEXT_TYPES: Mapping[str, str] = MappingProxyType(
-    {"mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3_text"}
+    {
+        "mistral3": "mistral",
+        "qwen2_vl": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen3_vl": "qwen3",
+        "gemma3": "gemma3_text",
+        "qwen3_5": "qwen3_5_text",
+        "qwen3_5_moe": "qwen3_5_moe_text",
+    }
 )
 """Model type of the language model with the same layers as the text part, by checkpoint model type."""
 RENAMED: Mapping[str, str] = MappingProxyType(

@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm
 
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.recurrent import RecurrentArena
-from specpool.engine.passes.fused_layers import DecoderLayer, Rotation, joined, with_outputs
+from specpool.engine.passes.fused_layers import DecoderLayer, Linear, Rotation, joined, with_outputs
 from specpool.engine.passes.modules import in_chunks
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.sharding.group import SingleRank
@@ -106,7 +106,7 @@ class FusedDeltaNet(DecoderLayer):
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         """Divide each key head of `x` [positions, features] by its length, and repeat it for its value heads."""
         x = x.reshape(len(x), self.key_heads, self.key_size)
-        unit = rms_norm(x, (self.key_size,), eps=NORM_EPS / self.key_size) * self.key_size**-0.5
+        unit: torch.Tensor = rms_norm(x, (self.key_size,), eps=NORM_EPS / self.key_size) * self.key_size**-0.5
         return unit.repeat_interleave(self.value_heads // self.key_heads, dim=1)
 
     def _keep_tail(self, segment: Segment, inputs: torch.Tensor, gates: torch.Tensor, arena: RecurrentArena) -> None:
@@ -137,7 +137,7 @@ def _step(
     return state, (state * query[..., None]).sum(1)
 
 
-def _joined_inputs(net: Any) -> Any:
+def _joined_inputs(net: Any) -> Linear:
     if hasattr(net, "in_proj_qkv"):
         return joined(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
     # Qwen3-Next orders the outputs by key head: query, key, values and z of each, and b and a of each.
@@ -147,7 +147,7 @@ def _joined_inputs(net: Any) -> Any:
     return joined(wide, _by_part(net.in_proj_ba, net.num_k_heads, [groups, groups]))
 
 
-def _by_part(linear: Any, heads: int, sizes: list[int]) -> Any:
+def _by_part(linear: Linear, heads: int, sizes: list[int]) -> Linear:
     """Return the layer with the first part of every head, then the second, and so on. `sizes`: of the parts."""
     parts = torch.arange(linear.out_features).view(heads, -1).split(sizes, dim=1)
     return with_outputs(linear, torch.cat([part.flatten() for part in parts]))

@@ -28,6 +28,7 @@ from specpool.engine.weights.quantized import (
 )
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+Linear = nn.Linear | QuantizedLinear
 
 
 class FusedMlp(nn.Module):
@@ -177,7 +178,7 @@ class JoiningLayer(FusedLayer):
         return state, joined
 
 
-def joined(*linears: nn.Linear | QuantizedLinear) -> nn.Linear | QuantizedLinear:
+def joined(*linears: Linear) -> Linear:
     """Return one layer that computes the concatenated outputs of these layers."""
     biased = next((linear.bias for linear in linears if linear.bias is not None), None)
     bias = None
@@ -219,7 +220,7 @@ def _attention_kind(attention: Any, config: PreTrainedConfig) -> AttentionKind:
     return AttentionKind(window, None if sinks is None else sinks.detach().float(), softcap)
 
 
-def in_heads(linear: Any, features: torch.Tensor, head_size: int | None = None) -> nn.Linear | QuantizedLinear:
+def in_heads(linear: Linear, features: torch.Tensor, head_size: int | None = None) -> Linear:
     """Return the layer with these output features of every head, in this order. `head_size`: features of a head now."""
     size = head_size or len(features)
     if torch.equal(features, torch.arange(size)):
@@ -227,7 +228,7 @@ def in_heads(linear: Any, features: torch.Tensor, head_size: int | None = None) 
     return with_outputs(linear, torch.arange(linear.out_features).view(-1, size)[:, features].flatten())
 
 
-def with_outputs(linear: nn.Linear | QuantizedLinear, outputs: torch.Tensor) -> nn.Linear | QuantizedLinear:
+def with_outputs(linear: Linear, outputs: torch.Tensor) -> Linear:
     """Return the layer with these outputs, in this order."""
     bias = None if linear.bias is None else linear.bias[outputs.to(linear.bias.device)]
     if isinstance(linear, QuantizedLinear):

@@ -15,6 +15,7 @@ from specpool.client import AsyncClient
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.cache.turns import IDLE_SECONDS, TURN_SECONDS, WAITING_SECONDS, Turns
 from specpool.protocol.rounds import ItemStatus, SequenceItem
+from specpool.worker import round_merging
 from specpool.worker.host import WorkerHost
 
 SLOTS = 4
@@ -125,11 +126,16 @@ async def one_after_the_other(*clients: AsyncClient) -> list[list[list[int]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_draft", [True, False])
-async def test_two_coordinators_take_few_more_passes_than_one(tiny_pair: tuple[Path, Path], with_draft: bool) -> None:
-    """Without merged rounds, they took 1.3 times as many without drafts, and 1.8 times with drafts."""
+async def test_two_coordinators_take_few_more_passes_than_one(
+    tiny_pair: tuple[Path, Path], with_draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without merged rounds, they took 1.4 times as many without drafts, and 1.6 times with drafts."""
+    monkeypatch.setattr(round_merging, "LATENESS", 4.0)  # rounds of a busy machine come late
     settings = {"overlap": "off", "num_speculative_tokens": 4, "draft_method": "model"} if with_draft else {}
     target, draft = tiny_pair
-    async with serving_pair(target, draft if with_draft else None, {"max_sequences": 6}, **settings) as service:
+    # The draft worker has slots for both: sequences without drafts would take more passes.
+    workers = {"max_sequences": 12}, {"max_sequences": 6}
+    async with serving_pair(target, draft if with_draft else None, *workers, **settings) as service:
         first = service.process.coordinator
         addresses = first.target.address, service.draft_link.address if with_draft else None
         async with serving_coordinator(*addresses, **settings) as (other, process):
@@ -139,6 +145,6 @@ async def test_two_coordinators_take_few_more_passes_than_one(tiny_pair: tuple[P
             both = asyncio.gather(*(generate(client, seed) for seed, client in enumerate(clients)))
             together, passes = await passes_of(service, both)
             assert together == alone
-            assert passes <= (1.5 if with_draft else 1.1) * alone_passes
+            assert passes <= (1.3 if with_draft else 1.1) * alone_passes
             # Coordinators that share a worker may lose caches (docs/operations.md), but seldom do.
             assert first.counters.cache_misses + process.coordinator.counters.cache_misses <= NUM_REQUESTS // 4

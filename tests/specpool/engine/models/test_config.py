@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from delta_nets import DELTA_NET_SIZES
 from tiny_models import (
     decode_alone,
     edit_json,
@@ -39,6 +40,12 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("mamba", "MambaForCausalLM", {}, "state-space layers"),
         ("rwkv", "RwkvForCausalLM", {}, "recurrent layers"),
         ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["conv"] * 48}, "conv layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 48}, "without attention"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {"num_experts_per_tok": 513}, "num_experts_per_tok 513"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", {"attn_output_gate": False}, "its attn_output_gate is False"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", {"output_gate_type": "sigmoid"}, "its output_gate_type is 'sigmoid'"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "its hidden_act is"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {"num_experts": 0}, "0 experts; it must have at least 1"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
         ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}, "conv layers"),
         ("gemma4_text", "Gemma4ForCausalLM", {}, "layers of different sizes"),
@@ -94,6 +101,14 @@ def test_unsupported_models_are_refused_before_weights_are_read(
 def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> None:
     message = refusal(save_config(tmp_path, tiny_config(architectures=["LlamaForCausalLM"]), **{key: value}))
     assert key in message or str(tmp_path) in message or "linear_attention layers" in message
+
+
+def test_recurrent_layers_need_the_fused_pass_on_one_rank(tmp_path: Path) -> None:
+    config = small_config("qwen3_5_text", **DELTA_NET_SIZES)
+    folder = save_config(tmp_path, config, architectures=["Qwen3_5ForCausalLM"])
+    assert "this qwen3_5_text model needs the fused pass: --fused is off" in refusal(folder, fused=False)
+    sharded = refusal(folder, device="cpu", tensor_parallel=2)
+    assert "cannot be sharded: qwen3_5_text is not one of the families" in sharded
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}'])

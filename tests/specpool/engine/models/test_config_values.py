@@ -53,6 +53,11 @@ def refusals(folder: Path) -> list[str]:
         ("vocab_size", -5, "16,777,216"),
         ("max_position_embeddings", 10**30, "2,147,483,648"),
         ("max_position_embeddings", 0, "2,147,483,648"),
+        ("linear_num_key_heads", 0, "65,536"),
+        ("linear_num_value_heads", "4", "65,536"),
+        ("linear_key_head_dim", -1, "65,536"),
+        ("linear_value_head_dim", 2**20, "65,536"),
+        ("linear_conv_kernel_dim", 65, "64"),
     ],
 )
 def test_sizes_beyond_their_limits_are_refused(folder: Path, name: str, value: Any, limit: str) -> None:
@@ -73,6 +78,9 @@ def test_heads_are_a_multiple_of_kv_heads(folder: Path) -> None:
     edit_json(folder, num_attention_heads=6, num_key_value_heads=4)
     for message in refusals(folder):
         assert message.endswith("num_attention_heads is 6, not a multiple of num_key_value_heads 4")
+    edit_json(folder, num_attention_heads=8, linear_num_value_heads=6, linear_num_key_heads=4)
+    for message in refusals(folder):
+        assert message.endswith("linear_num_value_heads is 6, not a multiple of linear_num_key_heads 4")
 
 
 def test_defaults_of_an_architecture_are_checked(folder: Path) -> None:

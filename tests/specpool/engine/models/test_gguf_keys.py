@@ -146,6 +146,7 @@ def test_files_are_refused_before_weights_are_read(tmp_path: Path, llama: Path) 
     ("keys", "reason"),
     [
         ({"general.architecture": "mamba", "mamba.ssm.state_size": 16}, "mamba (a state-space hybrid)"),
+        ({"general.architecture": "qwen35", "qwen35.ssm.state_size": 128}, "qwen35 (a state-space hybrid)"),
         ({"general.architecture": "dbrx", "dbrx.expert_count": 32}, "dbrx (a mixture of experts)"),
         ({"general.architecture": "mistral"}, "general.architecture is mistral; GGUF files are served for llama, "),
         ({"general.type": "adapter"}, "general.type is adapter, not model"),

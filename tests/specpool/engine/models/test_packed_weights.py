@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from delta_nets import DELTA_NET_SIZES
+from delta_nets import EXPERTS as DELTA_NET_EXPERTS
 from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
 from tiny_models import (
@@ -42,6 +44,9 @@ UNEVEN = {"intermediate_size": 112}  # not a multiple of an FP8 block
         ("w4a16-zeros", "qwen3_moe", EXPERTS, torch.bfloat16),
         ("fp8-block", "qwen3_moe", EXPERTS, torch.float32),
         ("fp8-block", "glm4", UNEVEN, torch.bfloat16),
+        ("fp8-block", "qwen3_next", {**DELTA_NET_SIZES, **DELTA_NET_EXPERTS}, torch.bfloat16),
+        ("awq", "qwen3_5_text", DELTA_NET_SIZES, torch.float32),
+        ("w4a16-zeros", "qwen3_5_moe_text", {**DELTA_NET_SIZES, **DELTA_NET_EXPERTS}, torch.float32),
         ("awq", "qwen2", {"tie_word_embeddings": True}, torch.bfloat16),
     ],
 )
@@ -138,6 +143,17 @@ def test_experts_stay_quantized(tmp_path: Path, architecture: str, name: str, ki
     assert (unpacked.forward(span) - plain.forward(span)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("architecture", "inputs"), [("qwen3_next", "qkvz"), ("qwen3_5_moe_text", "qkv")])
+def test_reordered_inputs_of_delta_nets_stay_quantized(tmp_path: Path, architecture: str, inputs: str) -> None:
+    changes = {**LARGER, **DELTA_NET_SIZES, **DELTA_NET_EXPERTS}
+    folders = save_packed(tmp_path, architecture, INTEGERS["int8"], also=f"in_proj_{inputs}.weight", **changes)
+    quantized, plain = map(load_engine, folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert quantized.bitwise
+    assert (quantized.forward(span) - plain.forward(span)).abs().max() < 1e-4
+    assert quantized.weights_fingerprint == plain.weights_fingerprint
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_scaled_embeddings_stay_quantized(tmp_path: Path, native: bool) -> None:
     folders = save_packed(
@@ -223,7 +239,10 @@ def test_corrections_of_routers_must_be_finite(tmp_path: Path) -> None:
     assert f"{name} has NaN or infinite values" in refusal(folder)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("qwen2_5_vl", "awq"), ("mistral3", "fp8-channel")])
+FP8_WRAPPERS = [(kind, "fp8-channel") for kind in ("mistral3", "qwen3_5", "qwen3_5_moe")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2_5_vl", "awq"), *FP8_WRAPPERS])
 def test_text_parts_are_dequantized(tmp_path: Path, kind: str, name: str) -> None:
     save_vision_language(tmp_path / "plain", kind, tie_word_embeddings=False)
     packed, stored = FORMATS[name], dict[str, torch.Tensor]()

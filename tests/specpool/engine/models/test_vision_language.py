@@ -25,6 +25,7 @@ from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
 TOKENS = random_tokens(60)
 PLAIN = {"mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+PLAIN |= {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def options(folder: Path, **changes: Any) -> EngineOptions:
@@ -44,7 +45,7 @@ def test_text_part_has_the_bits_of_the_whole_model(
 ) -> None:
     expected = text_logits(save_vision_language(tmp_path, kind, tie_word_embeddings=tied))
     config = load_config(options(tmp_path))
-    assert config.model_type == PLAIN.get(kind, "gemma3_text")
+    assert config.model_type == PLAIN[kind]
     for rename in (lambda folder: None, use_new_names):
         rename(tmp_path)
         arguments = torch.device("cpu"), torch.float32
@@ -60,7 +61,10 @@ def test_text_part_has_the_bits_of_the_whole_model(
     assert not any(name.startswith("model.vi") for name, _ in model.named_modules())
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "qwen3_5_moe")]
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *SLOW])
 def test_engine_serves_the_text_part(kind: str, tmp_path: Path) -> None:
     expected = text_logits(save_vision_language(tmp_path, kind))
     engine = load_engine(tmp_path, max_model_len=256)

@@ -1,0 +1,65 @@
+"""Random models with gated delta nets, whose states matter many positions later."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tiny_models import round_weights, small_config
+from transformers import AutoModelForCausalLM
+
+from benchmarks.pair import save_tokenizer
+
+DELTA_NET_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+DELTA_NET_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "qwen3_next": ("qwen3_next", {**EXPERTS, "mlp_only_layers": [2]}),
+        "qwen3_next, not renormalized": (
+            "qwen3_next",
+            {**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": False, "attention_bias": True},
+        ),
+        "qwen3_next, dense": ("qwen3_next", {"num_experts": 0, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
+        "qwen3_5_text": ("qwen3_5_text", {"tie_word_embeddings": True}),
+        "qwen3_5_moe_text": ("qwen3_5_moe_text", EXPERTS),
+    }
+)
+"""Architectures and changes of `small_config`, by name."""
+
+
+def save_delta_net(folder: Path, name: str = "qwen3_5_text", **changes: Any) -> Path:
+    """Save one of `DELTA_NET_MODELS` with weights that bfloat16 represents exactly."""
+    torch.manual_seed(0)
+    architecture, own = DELTA_NET_MODELS[name]
+    config = small_config(architecture, **{**DELTA_NET_SIZES, **own, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    set_random_weights(model)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return round_weights(folder)
+
+
+@torch.no_grad()
+def set_random_weights(model: Any) -> None:
+    """Give a model random weights. The decays of its states range from a few positions to thousands."""
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.uniform_(-6.0, 0.0)
+        elif name.endswith("dt_bias"):
+            weight.uniform_(-3.0, 1.0)
+        elif "conv1d" in name or name.endswith("gate.weight"):
+            weight.normal_(std=0.5)
+        elif "norm" in name:
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+        else:
+            weight.normal_(std=0.12)
