@@ -21,6 +21,10 @@ MIX = [
 
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SIZED_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
 WINDOW = {"sliding_window": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,
@@ -35,6 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": DELTA_NETS,
     "qwen3_next": DELTA_NETS | SIZED_EXPERTS | {"shared_expert_intermediate_size": 32},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT,
 }  # fmt: skip
 
 

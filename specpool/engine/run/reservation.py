@@ -144,6 +144,7 @@ def reserve_cache(
             (options.max_sequences, longest // page_size),
             page_size,
             recurrent,
+            facts.latent_rank,
         )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
