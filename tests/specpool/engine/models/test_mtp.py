@@ -1,5 +1,7 @@
 """Multi-token prediction (MTP) layers as drafts of their own target: the drafts of a plain implementation; refusals."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,38 @@ def test_a_tied_head_is_that_of_the_target(tmp_path: Path) -> None:
     reference, tokens, given = ReferenceMtp(target), random_tokens(5), random_states(5, HIDDEN, 0.4)
     rows = engine.forward([Span(0, 0, tokens, 5, states=given)])
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
+
+
+def test_text_parts_have_the_layer_of_their_checkpoint(tmp_path: Path) -> None:
+    """In a checkpoint of Qwen3.5, the weights of the text part have a prefix, but those of the layer do not."""
+    text = save_mtp_target(tmp_path, "qwen3_5_text")
+    wrapped, span = tmp_path / "wrapped", Span(0, 0, random_tokens(5), 5)
+    shutil.copytree(text, wrapped)
+    with edited_weights(wrapped) as weights:
+        stored = {re.sub("^model", "model.language_model", name): weight for name, weight in weights.items()}
+        weights.clear()
+        weights.update(stored)
+    config = json.loads((text / "config.json").read_text())
+    wrapper = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (wrapped / "config.json").write_text(json.dumps({**wrapper, "text_config": config, "tie_word_embeddings": True}))
+    logits = [
+        load_engine(Path("mtp"), exact=False, target_model=str(folder)).forward([span]) for folder in (text, wrapped)
+    ]
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
+def test_experts_may_be_stored_together(tmp_path: Path) -> None:
+    target, span = save_mtp_target(tmp_path, "qwen3_5_moe_text"), Span(0, 0, random_tokens(5), 5)
+    expected = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    with edited_weights(target) as weights:
+        experts = "mtp.layers.0.mlp.experts."
+        gate, up, down = (
+            torch.stack([weights.pop(f"{experts}{index}.{name}_proj.weight") for index in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{experts}gate_up_proj": torch.cat([gate, up], 1), f"{experts}down_proj": down}
+    together = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    torch.testing.assert_close(together, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
