@@ -31,7 +31,7 @@ from specpool.engine.models.eagle_format import format_of
 from specpool.engine.models.mtp import mtp_features
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
-from specpool.engine.passes.families import why_not_fusable
+from specpool.engine.passes.families import LATENT, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
@@ -81,6 +81,8 @@ def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
     if (reason := why_not_fusable(config)) is not None:
         raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
+    if config.model_type in LATENT:
+        raise UnsupportedModelError("EAGLE heads with latent attention are not supported")
     return _Builder(config, read_tensors(Path(options.model)), EngineOptions(model=options.target_model))
 
 

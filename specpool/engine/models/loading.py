@@ -37,7 +37,7 @@ from specpool.engine.models.weights import (
     read_with_transformers,
 )
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
+from specpool.engine.passes.families import LATENT, MIXTURES, is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -109,6 +109,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
     if config.model_type in MIXTURES:
         raise Int8RefusedError("a dense model, because experts keep float32 activations")
+    if config.model_type in LATENT:
+        raise Int8RefusedError("a model without latent attention, which keeps float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:

@@ -180,7 +180,10 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
     positions = options.max_model_len or MIN_MODEL_LEN
     rank_heads = ceil(kv_heads / options.tensor_parallel)
     bytes_each = 4 if options.dtype == "float32" else 2
-    needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
+    latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
+    # A layer with latent attention may cache one vector instead of keys and values.
+    features = latent if _size(config, "kv_lora_rank") else 2 * rank_heads * head_dim
+    needed = layers * features * bytes_each * positions
     if limit < needed:
         sequence = f"sequence of {positions} positions, which needs at least {ByteSize(needed).human_readable()}"
         raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import INTERLEAVED, OFFSET_NORMS, embedding_scale, rotary_types
+from specpool.engine.passes.families import LATENT, OFFSET_NORMS, embedding_scale, is_interleaved, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
@@ -48,7 +49,6 @@ class FusedModel(ForwardPass):
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
-        self.head_dim: int = next(layer.self_attn.head_dim for layer in inner.layers if hasattr(layer, "self_attn"))
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
@@ -57,19 +57,27 @@ class FusedModel(ForwardPass):
         self.norm: Any = norm_weight(inner, "norm", config.model_type in OFFSET_NORMS)
         self.head: Any = model.lm_head
         like, rotary = torch.empty(0, dtype=model.dtype, device=model.device), inner.rotary_emb
-        self.rotaries = [RotaryTables(rotary, self.head_dim, like, kind) for kind in rotary_types(config)]
-        order = head_order(self.rotaries[0].angles, self.head_dim, config.model_type in INTERLEAVED)
+        is_latent = config.model_type in LATENT
+        attention = next(layer.self_attn for layer in inner.layers if hasattr(layer, "self_attn"))
+        rotary_dim = attention.qk_rope_head_dim if is_latent else attention.head_dim
+        self.rotaries = [RotaryTables(rotary, rotary_dim, like, kind) for kind in rotary_types(config)]
+        order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
         for index, layer in enumerate(inner.layers):
             recurrent = sum(isinstance(each, FusedDeltaNet) for each in self.layers)
             if hasattr(layer, "linear_attn"):
                 self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+            elif is_latent:
+                self.layers.append(FusedLatentLayer(layer, index, index - recurrent, config, order, group))
             else:
                 kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
                 self.layers.append(kind(layer, index, index - recurrent, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
-        self.kv_heads: int = next(layer.kv_heads for layer in self.layers if isinstance(layer, FusedLayer))
+        attending: Any = next(layer for layer in self.layers if not isinstance(layer, FusedDeltaNet))
+        self.kv_heads: int = attending.kv_heads
+        self.head_dim: int = attending.head_dim
+        """Features of a cached key."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -79,10 +87,9 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head or MTP layer, which the compiled pass cannot run."""
+        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
-        lacks_norm = self.norm is None or first.before_attention is None
-        return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
+        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
     @property
     def uncompiled_layers(self) -> str | None:
@@ -90,6 +97,8 @@ class FusedModel(ForwardPass):
         layers: list[Any] = list(self.layers)
         if any(isinstance(layer, FusedDeltaNet) for layer in layers):
             return "gated delta nets"
+        if any(isinstance(layer, FusedLatentLayer) for layer in layers):
+            return "latent attention"
         if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
             return "gated attention or shared experts"
         return None

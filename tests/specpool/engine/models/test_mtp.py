@@ -22,6 +22,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
@@ -33,9 +34,10 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_mtp_target(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_layers_draft_like_a_plain_implementation(target: Path) -> None:
-    engine = load_engine(Path("mtp"), exact=False, target_model=str(target))
-    assert isinstance(engine.forward_pass, FusedModel)
+@pytest.mark.parametrize("native", [True, False], ids=["compiled", "torch"])
+def test_layers_draft_like_a_plain_implementation(target: Path, native: bool) -> None:
+    engine = load_engine(Path("mtp"), exact=False, target_model=str(target), native=native)
+    assert isinstance(engine.forward_pass, NativeModel if native else FusedModel)
     assert engine.loaded.features == Features((AutoConfig.from_pretrained(target).num_hidden_layers,), HIDDEN)
     reference, tokens = ReferenceMtp(target), random_tokens(LENGTH)
     given = random_states(LENGTH, HIDDEN, 0.4)
@@ -190,8 +192,9 @@ def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
             EngineOptions.model_validate({"model": "mtp", **options})
 
 
-def test_int8_activations_are_refused(glm: Path) -> None:
-    assert "activations: int8 needs" in mtp_refusal(glm, activations="int8")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
+    assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
 
 def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
@@ -220,9 +223,13 @@ def test_kernels_run_layers(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""
     pytest.importorskip("triton")
     options: dict[str, Any] = {
-        "exact": False, "target_model": str(glm), "max_sequences": 3, "max_model_len": 32,
+        "exact": False, "target_model": str(glm), "max_sequences": 3, "max_model_len": 32, "native": False,
     }  # fmt: skip
-    fused, tokens, given = load_engine(Path("mtp"), **options), random_tokens(12), random_states(12, HIDDEN, 0.4)
+    fused, tokens, given = (
+        load_engine(Path("mtp"), **options),
+        random_tokens(12),
+        random_states(12, HIDDEN, 0.4),
+    )
     spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
     item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
     expected, own_states = fused.forward(spans), fused.own_states

@@ -107,6 +107,9 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
         model, kv_memory="16383", max_model_len=64, dtype="float32"
     )
     check_options(EngineOptions(model=model, kv_memory="1KiB", tensor_parallel=2, device="cpu"))
+    latent = model_folder(tmp_path, kv_lora_rank=16, qk_rope_head_dim=8)  # 24 features of a position instead of 32
+    check_options(EngineOptions(model=latent, kv_memory=2 * 24 * 2 * 64, max_model_len=64))
+    assert "which needs at least 6.0KiB" in refusal(latent, kv_memory=2 * 24 * 2 * 64 - 1, max_model_len=64)
     hybrid = {"model_type": "qwen3_next", "full_attention_interval": 2}  # one of two layers caches keys and values
     check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
 
