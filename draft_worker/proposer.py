@@ -94,7 +94,7 @@ class Proposer(SequenceEngine):
         following = len(token_ids) - len(item.token_ids)
         states = states_of(item, self.engine.loaded.features, following, given)
         return Draft(
-            self.span(key, token_ids, min(1, num_draft_tokens), states),
+            self.span(key, token_ids, min(1, num_draft_tokens), states, num_tentative=following),
             slot.sampling,
             slot.token_ids,
             num_draft_tokens,

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,16 @@ SMALL = {
 }
 
 
+DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+"""Sizes of three recurrent layers, followed by an attending one."""
+
+
 def small_config(architecture: str, **changes: Any) -> PreTrainedConfig:
     """Return a configuration of a few thousand weights, with the values of `SMALL` that the architecture has."""
     known = AutoConfig.for_model(architecture)
@@ -60,6 +71,17 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def save_pair(folder: Path, config: PreTrainedConfig, noise: float = 0.004) -> tuple[Path, Path]:
+    """Save a model, and a draft with nearly the same weights."""
+    target, draft = save_model(folder / "target", config), folder / "draft"
+    shutil.copytree(target, draft)
+    generator = torch.Generator().manual_seed(0)
+    with edited_weights(draft) as weights:
+        for weight in weights.values():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=noise)
+    return target, draft
 
 
 @contextmanager
@@ -122,7 +144,7 @@ def forget_all(engine: Engine, slots: int) -> None:
     old, arena = engine.slots.tables, engine.layout.arena
     tables = PageTables(len(old.held), old.max_length, old.columns, old.page_size)
     tables.assign = arena.assign
-    engine.slots = SlotTable(slots, tables, engine.facts.window)
+    engine.slots = SlotTable(slots, tables, engine.facts.window, engine.slots.checkpoints)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

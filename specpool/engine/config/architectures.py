@@ -73,10 +73,12 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     """
     types = read("layer_types")
     supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
-    names = sorted(set(types) - supported) if isinstance(types, list | tuple) else []
+    kinds = set(types) if isinstance(types, list | tuple) else set()
+    names = sorted(kinds - supported)
+    if kinds == {"linear_attention"} and not names:
+        return unsupported(read("model_type"), "recurrent layers without attention")
     if not names:
-        has_attention = not types or "full_attention" in types or "sliding_attention" in types
-        return None if has_attention else unsupported(read("model_type"), "recurrent layers without attention")
+        return None
     if any(map(read, _STATE_SPACE)):  # transformers labels state-space layers so
         names = ["state-space", *(name for name in names if name not in ("hybrid", "linear_attention"))]
     return unsupported(read("model_type"), f"{', '.join(names)} layers")

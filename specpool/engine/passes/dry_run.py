@@ -84,8 +84,8 @@ def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str |
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN
-    attending = [layer for layer in range(layers) if types[layer] != "linear_attention"]
-    if calls != Counter(attending):
+    recurrent = {layer for layer, kind in enumerate(types) if kind == "linear_attention"}
+    if calls != Counter({*range(layers)} - recurrent):
         return "layers that run attention several times or not at all"
     return None
 

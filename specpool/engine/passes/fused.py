@@ -42,8 +42,10 @@ class FusedModel(ForwardPass):
         inner: Any = model.model
         embedding = inner.embed_tokens
         self.fc, self.state_norm, self.projection, self.norms_output = None, None, None, False  # of a feature draft
+        self.input_norms = None
         if isinstance(embedding, FeatureEmbedding):
             self.fc, self.state_norm, self.projection = embedding.fc, embedding.state_norm, embedding.project
+            self.input_norms = embedding.input_norms
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
@@ -85,9 +87,10 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
+        """Whether layers or norms are those of an EAGLE head or MTP layer, which the compiled pass cannot run."""
         first: Any = self.layers[0]
-        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
+        lacks_norm = self.norm is None or first.before_attention is None
+        return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
 
     @property
     def uncompiled_layers(self) -> str | None:
@@ -127,6 +130,7 @@ class FusedModel(ForwardPass):
         hidden = self.group.embed(self.dense_embedding, batch.input_ids) * self.embedding_scale  # [rows, hidden]
         if batch.input_states is not None:
             hidden = torch.cat([batch.input_states, hidden], -1)
+            hidden = hidden if self.input_norms is None else self.input_norms(hidden)
             hidden = hidden if self.fc is None else self.fc(hidden)
         tables = [rotary(batch.max_length) for rotary in self.rotaries]
         rotations = [(cos[batch.positions, None], sin[batch.positions, None]) for cos, sin in tables]

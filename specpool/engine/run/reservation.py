@@ -154,7 +154,7 @@ def reserve_cache(
     tables.assign = arena.assign
     checkpoints = None
     if recurrent is not None:
-        checkpoints = Checkpoints(options.max_sequences, entries, 0 if layout.is_padded else page_size, rows)
+        checkpoints = Checkpoints(options.max_sequences, entries, page_size, rows)
     slots = SlotTable(options.max_sequences, tables, facts.window, checkpoints)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
 

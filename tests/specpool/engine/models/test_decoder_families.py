@@ -9,6 +9,7 @@ from tiny_models import SMALL, decode_alone, edited_weights, load_engine, random
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specpool.engine.config.architectures import DELTA_NETS
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
@@ -22,9 +23,11 @@ FEW_EXPERTS = {
 SIZES = {**SMALL, **FEW_EXPERTS, "sliding_window": WINDOW}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MIXED = ["sliding_attention", "full_attention"]
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16}
 LATENT = {"head_dim": 64, "num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), LATENT),
+    **dict.fromkeys(DELTA_NETS, HYBRID),
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": MIXED, "rope_parameters": dict.fromkeys(MIXED, ROPE)},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -48,7 +51,7 @@ ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text gemma3n_tex
 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minimax_m2 minimax_m3_vl_text ministral
 ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2
+qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
 """
 """Families that must not be refused."""
 VARIANTS = [

@@ -1,0 +1,151 @@
+"""The kernels of gated delta nets, in Triton's interpreter: close to float64, and batch-invariant after rejections."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import pytest
+import torch
+from torch.nn.functional import normalize, silu, softplus
+
+from specpool.engine.cache.checkpoints import Checkpoints, Segment
+from specpool.engine.cache.recurrent import RecurrentArena, RecurrentSizes
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.gpu.delta_net import gated_norm, run_segments
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+KEY_HEADS, SLOTS, PAGE, ROWS, LENGTH, DRAFTS = 2, 3, 4, 8, 24, 3
+# Key and value sizes: padded, one block of columns, several blocks.
+SIZES = {"padded": (6, 5), "a block": (8, 16), "blocks": (4, 20)}
+# The interpreter does not support bfloat16.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2}
+
+
+@dataclass
+class Layer:
+    """A random layer, and the GEMM's partial sums for all positions of all sequences."""
+
+    sizes: RecurrentSizes
+    partials: torch.Tensor  # [splits, slots, positions, features]
+    taps: torch.Tensor
+    rates: torch.Tensor
+    biases: torch.Tensor
+
+    @classmethod
+    def random(cls, key_size: int, value_size: int, dtype: torch.dtype, splits: int) -> "Layer":
+        torch.manual_seed(0)
+        heads = 2 * KEY_HEADS
+        inputs = 2 * KEY_HEADS * key_size + heads * value_size
+        sizes = RecurrentSizes(1, (heads, key_size, value_size), inputs, taps=4, gates=2 * heads)
+        partials = torch.randn(splits, SLOTS, LENGTH, inputs + heads * value_size + 2 * heads)
+        rates, biases = -torch.rand(heads), torch.randn(heads)
+        return cls(sizes, partials.to(dtype if splits == 1 else torch.float32), torch.randn(4, inputs), rates, biases)
+
+    def reference(self, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """The results for all positions of a sequence in float64, [positions, heads, value size]."""
+        heads, key_size, value_size = self.sizes.state
+        rows = self.partials[:, slot].sum(0)
+        inputs, _, b, a = rows.split([self.sizes.inputs, heads * value_size, heads, heads], -1)
+        padded = torch.cat([torch.zeros(3, self.sizes.inputs), inputs.to(dtype)]).double()
+        convolved = silu(sum(padded[tap : tap + LENGTH] * self.taps[tap].double() for tap in range(4)))
+        parts = convolved.split([KEY_HEADS * key_size, KEY_HEADS * key_size, heads * value_size], -1)
+        query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (key_size, key_size, value_size), strict=True))
+        query, key = (normalize(each, dim=-1).repeat_interleave(2, 1) for each in (query, key))
+        decay, beta = (self.rates * softplus(a + self.biases)).exp().double(), b.sigmoid().double()
+        state, results = torch.zeros(heads, key_size, value_size).double(), []
+        for at in range(LENGTH):
+            state = state * decay[at, :, None, None]
+            delta = (value[at] - (state * key[at, ..., None]).sum(1)) * beta[at, :, None]
+            state = state + key[at, ..., None] * delta[:, None]
+            results.append((state * query[at, ..., None]).sum(1) * key_size**-0.5)
+        return torch.stack(results)
+
+
+class Runner:
+    """Runs spans with checkpoints of their own."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype) -> None:
+        self.layer = layer
+        self.checkpoints = Checkpoints(SLOTS, 3 * SLOTS, PAGE, ROWS)
+        self.arena = RecurrentArena(layer.sizes, 3 * SLOTS, SLOTS, ROWS, dtype, CPU)
+        for tensor in (self.arena.states, self.arena.edges, self.arena.inputs, self.arena.gates):
+            tensor.fill_(torch.nan)  # nothing is read before it is written
+
+    def run(self, spans: Sequence[Span], padding: int = 0) -> list[torch.Tensor]:
+        """The results of each span. `padding`: additional segments without rows."""
+        for span in spans:
+            self.checkpoints.truncate(span.slot, span.start)
+        firsts = accumulate((len(span.token_ids) for span in spans), initial=0)
+        segments = [self.checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
+        segments += [Segment(*[0] * len(Segment._fields))] * padding
+        partials = torch.cat([self.layer.partials[:, span.slot, span.start : span.end] for span in spans], 1)
+        results = run_segments(
+            partials, self.arena, 0, torch.tensor(segments), self.layer.taps, self.layer.rates, self.layer.biases
+        )
+        return [*results.split([len(span.token_ids) for span in spans])]
+
+
+def rounds(chance: random.Random) -> Iterator[list[Span]]:
+    """Prompts in chunks, then verifications that keep some of their draft tokens, until all sequences are complete."""
+    lengths = [0] * SLOTS
+    while min(lengths) < LENGTH:
+        spans = []
+        for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
+            committed = min(LENGTH - lengths[slot], 1 if lengths[slot] > 9 else chance.randint(1, 9))
+            drafts = min(LENGTH - lengths[slot] - committed, chance.randint(0, DRAFTS) if lengths[slot] else 0)
+            if committed:
+                spans.append(Span(slot, lengths[slot], [0] * (committed + drafts), 1, num_tentative=drafts))
+        if spans:
+            yield spans
+            if chance.random() < 0.3:
+                yield spans  # a repeated round
+        for span in spans:
+            lengths[span.slot] = span.end - chance.randint(0, span.num_tentative)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_rows_have_the_bits_of_one_row_at_a_time(sizes: tuple[int, int], dtype: torch.dtype, splits: int) -> None:
+    layer = Layer.random(*sizes, dtype, splits)
+    alone = Runner(layer, dtype)
+    expected = [
+        torch.cat([alone.run([Span(slot, at, [0], 1)])[0] for at in range(LENGTH)]) for slot in range(SLOTS)
+    ]
+    for slot in range(SLOTS):
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(expected[slot].double(), layer.reference(slot, dtype), atol=tolerance, rtol=tolerance)
+    together, compared = Runner(layer, dtype), 0
+    for spans in rounds(random.Random(prod(sizes))):
+        for span, results in zip(spans, together.run(spans, padding=2), strict=True):
+            assert torch.equal(results, expected[span.slot][span.start : span.end])
+            compared += len(results)
+    assert compared > SLOTS * LENGTH
+
+
+def test_segments_without_rows_touch_nothing() -> None:
+    layer = Layer.random(8, 16, torch.float32, 1)
+    runner = Runner(layer, torch.float32)
+    tensors = (runner.arena.states, runner.arena.edges, runner.arena.inputs, runner.arena.gates)
+    before = [tensor.fill_(1.0).clone() for tensor in tensors]
+    segments = torch.zeros(4, len(Segment._fields), dtype=torch.int64)
+    run_segments(layer.partials[:, 0], runner.arena, 0, segments, layer.taps, layer.rates, layer.biases)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gated_norm(dtype: torch.dtype, splits: int) -> None:
+    torch.manual_seed(0)
+    scanned, weight, first = torch.randn(5, 3, 6), torch.rand(6), 7
+    partials = torch.randn(splits, 5, first + 18 + 2).to(dtype if splits == 1 else torch.float32)
+    result = gated_norm(scanned, partials, first, weight, dtype, 1e-6)
+    gate = partials.sum(0)[:, first : first + 18].view(5, 3, 6).double()
+    normed = scanned.double() * (scanned.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(result.double(), (normed * silu(gate)).flatten(1), atol=tolerance, rtol=tolerance)
+    assert torch.equal(gated_norm(scanned[3:4], partials[:, 3:4].contiguous(), first, weight, dtype, 1e-6)[0], result[3])
