@@ -87,10 +87,9 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head or MTP layer, which the compiled pass cannot run."""
+        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
-        lacks_norm = self.norm is None or first.before_attention is None
-        return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
+        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
     @property
     def uncompiled_layers(self) -> str | None:

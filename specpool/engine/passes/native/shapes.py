@@ -84,7 +84,7 @@ def query_groups(layer: FusedLayer | FusedLatentLayer) -> int:
 def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
-        return "cannot run EAGLE heads and MTP layers"
+        return "cannot run the layers of EAGLE heads"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"
