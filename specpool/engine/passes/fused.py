@@ -30,6 +30,9 @@ from specpool.engine.weights.quantized import (
     shares_memory,
 )
 
+LATENT_COPIES = 4
+"""Live tensors of a pass as wide as the queries of latent keys."""
+
 
 class FusedModel(ForwardPass):
     """Takes the weights out of a transformers model, which cannot run afterwards. Memory never holds them twice."""
@@ -102,6 +105,12 @@ class FusedModel(ForwardPass):
         if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
             return "gated attention or shared experts"
         return None
+
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes, beyond activations, of a pass of `rows` rows: queries and results of latent attention."""
+        first: Any = next((layer for layer in self.layers if isinstance(layer, FusedLatentLayer)), None)
+        floats: int = 0 if first is None else LATENT_COPIES * first.heads * first.head_dim
+        return rows * floats * self.compute_dtype.itemsize
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
