@@ -30,9 +30,6 @@ from specpool.engine.weights.quantized import (
     shares_memory,
 )
 
-LATENT_COPIES = 4
-"""Live tensors of a pass as wide as the queries of latent keys."""
-
 
 class FusedModel(ForwardPass):
     """Takes the weights out of a transformers model, which cannot run afterwards. Memory never holds them twice."""
@@ -106,12 +103,6 @@ class FusedModel(ForwardPass):
             return "gated attention or shared experts"
         return None
 
-    def scratch_bytes(self, rows: int, length: int) -> int:
-        """Scratch bytes, beyond activations, of a pass of `rows` rows: queries and results of latent attention."""
-        first: Any = next((layer for layer in self.layers if isinstance(layer, FusedLatentLayer)), None)
-        floats: int = 0 if first is None else LATENT_COPIES * first.heads * first.head_dim
-        return rows * floats * self.compute_dtype.itemsize
-
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
         layers: list[Any] = list(self.layers)
@@ -128,8 +119,9 @@ class FusedModel(ForwardPass):
             layer.dequantize()
 
     def scratch_bytes(self, rows: int, length: int) -> int:
-        """Scratch bytes of the largest recurrent layer, in a pass of `rows` rows."""
-        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, FusedDeltaNet)), default=0)
+        """Scratch bytes of the largest recurrent or latent layer, in a pass of `rows` rows."""
+        kinds = FusedDeltaNet | FusedLatentLayer
+        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, kinds)), default=0)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
