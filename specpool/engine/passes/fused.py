@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import INTERLEAVED, OFFSET_NORMS, embedding_scale, rotary_types
+from specpool.engine.passes.families import INTERLEAVED, OFFSET_NORMS, embedding_scale, recurrent_sizes, rotary_types
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
@@ -45,6 +45,8 @@ class FusedModel(ForwardPass):
             self.fc, self.state_norm, self.projection = embedding.fc, embedding.state_norm, embedding.project
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
+        self.recurrent_sizes = recurrent_sizes(config)
+        """Sizes of the recurrent layers; None if all layers attend."""
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = next(layer.self_attn.head_dim for layer in inner.layers if hasattr(layer, "self_attn"))
         self.embedding: Weight = embedding.weight
@@ -80,16 +82,6 @@ class FusedModel(ForwardPass):
         """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
-
-    @property
-    def uncompiled_layers(self) -> str | None:
-        """The kind of layers that only torch operations run yet; None if there are none."""
-        layers: list[Any] = list(self.layers)
-        if any(isinstance(layer, FusedDeltaNet) for layer in layers):
-            return "gated delta nets"
-        if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
-            return "gated attention or shared experts"
-        return None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
