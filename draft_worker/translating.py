@@ -93,6 +93,7 @@ class TranslatingProposer(Proposer):
         base, room = min(base, end - 1), self.engine.max_model_len - end
         if room < 0:
             base, end = max(0, base - 1), max(1, base)
+        base = base if slot is None else self.engine.slots.reach(slot, base)
         num_draft_tokens = min(room, sequence.translation.num_draft_tokens(item.num_draft_tokens))
         return ProposeItem(
             item.sequence_id,

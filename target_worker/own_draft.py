@@ -86,7 +86,7 @@ class OwnDrafts:
         if item.prefill_only:
             return ()
         room = min(own.max_length, self._target.max_model_len) - item.end + len(item.draft_token_ids)
-        token_ids = draft.token_ids[: max(0, min(own.max_verified, room))]
+        token_ids = draft.token_ids[: max(0, min(own.max_verified, room, self._target.max_draft_tokens))]
         if not own.min_chance:
             return token_ids
         return likely_tokens(
@@ -174,7 +174,7 @@ class OwnDrafts:
         agreed = start + agreement_length(tuple(own.token_ids[start:end]), _committed(slot, start, end))
         if carried.states is not None:  # the draft ran the tokens after these states without reading them
             agreed = min(agreed, carried.states_end - len(carried.states) + 1)
-        return min(agreed, _length(slot) - 1)
+        return self.proposer.engine.slots.reach(own, min(agreed, _length(slot) - 1))
 
     def _item(self, key: SequenceKey, own: OwnDraftItem, base: int, end: int) -> ProposeItem | None:
         """Return the item that runs committed tokens up to `end`, and drafts after the last one. None: leave it out."""

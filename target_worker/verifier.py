@@ -56,6 +56,8 @@ class Verifier(SequenceEngine):
         """
         rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         continued = {key: found for round_ in rounds for key, found in self._continue(round_)}
+        for item in (item for round_ in rounds for item in round_.items):
+            item.draft_token_ids = item.draft_token_ids[: self.engine.max_draft_tokens]
         found = {} if self.drafts is None else self.drafts.select(rounds)
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {
@@ -115,7 +117,7 @@ class Verifier(SequenceEngine):
 
     def _forced(self, key: SequenceKey, item: VerifyItem) -> tuple[int, ...]:
         """Return the forced tokens after an item's draft tokens. Leaves the item as it is, for a repeated round."""
-        limit = item.max_draft_tokens - len(item.draft_token_ids)
+        limit = min(item.max_draft_tokens, self.engine.max_draft_tokens) - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
             return ()
         return self.forced(key, item.token_ids + item.draft_token_ids, limit)
@@ -143,9 +145,17 @@ class Verifier(SequenceEngine):
         # Rejected positions stay in their pages until overwritten. `num_cached_tokens` counts the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(key, num_cached_tokens, gained[-1] if gained else None, max(0, len(gained) - 1))
-        logprobs, num_forced = choices.logprobs, len(forced)
-        found = self.engine.slots[key].prefix_length
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs, num_forced, found)
+        slots = self.engine.slots
+        return Verdict(
+            item.sequence_id,
+            ItemStatus.OK,
+            tuple(gained),
+            num_cached_tokens,
+            choices.logprobs,
+            len(forced),
+            slots[key].prefix_length,
+            reusable_length=slots.reusable_length(key),
+        )
 
     def _state_layers(self, rounds: Sequence[VerifyRound], items: Iterable[VerifyItem]) -> tuple[int, ...]:
         """Return the numbers of the layers whose states coordinators or the carried draft read."""

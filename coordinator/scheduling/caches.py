@@ -36,6 +36,8 @@ class WorkerCache:
         self.model: DraftModel | None = None
         """The sequence's draft model while it has a ready worker. None for the target worker's cache."""
         self.num_cached_tokens = 0
+        self.reusable_length: int | None = None
+        """Number of leading tokens after which other sequences can continue. None: they can after every full page."""
         self.predicted = 0
         """Predicted number of leading tokens in the worker's prefix cache."""
         self.is_mispredicted = False
@@ -123,9 +125,9 @@ class WorkerCache:
         self.pending.pop(0)
         self.had_no_slot = had_no_slot
 
-    def commit(self, num_cached_tokens: int) -> None:
+    def commit(self, num_cached_tokens: int, reusable_length: int | None = None) -> None:
         """Record that the worker has cached exactly the first `num_cached_tokens` positions."""
-        self.num_cached_tokens = num_cached_tokens
+        self.num_cached_tokens, self.reusable_length = num_cached_tokens, reusable_length
 
     def mispredict(self) -> None:
         """Record that the prefix cache holds fewer tokens than predicted. The sequence's own cache is intact."""

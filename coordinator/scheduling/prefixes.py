@@ -39,6 +39,9 @@ class PrefixIndex:
         self.page_size, self.max_pages, self._events = page_size, max_pages, events
         self._cached: dict[bytes, None] = {}
         """Digests, oldest first."""
+        self._reusable: set[bytes] | None = None
+        """Digests of the cached pages after which the target has kept the states of recurrent layers, so that sequences
+        can begin there. None: sequences can begin after every cached page."""
         self._prefilling: dict[bytes, Sequence] = {}
         """The sequence that is prefilling a page, by digest."""
         self._members: dict[int, _Member] = {}
@@ -78,6 +81,11 @@ class PrefixIndex:
                 if digest not in self._cached:
                     self._cached[digest] = None
                     self._publish(sequence, digests, number)
+        if sequence.target.reusable_length is not None:
+            if self._reusable is None:
+                self._reusable = set()
+            ends = self._digests(sequence, min(length, sequence.target.reusable_length))[-1:]
+            self._reusable.update(self._cached.keys() & ends)
         while len(self) > (self.max_pages or DEFAULT_MAX_PAGES):
             self.evict([next(iter(self._cached))])
 
@@ -96,24 +104,35 @@ class PrefixIndex:
                     del self._prefilling[digest]
 
     def evict(self, digests: Iterable[bytes]) -> None:
-        """Record the pages that the target has evicted."""
+        """Record that the target has evicted these pages, or the states after them, which have the same digests."""
         for digest in digests:
-            if digest in self._cached:
+            if self._reusable and digest in self._reusable:  # the page itself may still be cached
+                self._reusable.remove(digest)
+            elif digest in self._cached:
                 del self._cached[digest]
                 if self._events is not None:
                     self._events.removed(digest)
 
     def mispredicted(self, sequence: Sequence) -> None:
-        """Forget the pages of a sequence, because the target lacks some of them."""
-        self.evict(self._digests(sequence, len(sequence.token_ids)))
+        """Forget what other sequences left for this one, because the target lacks some of it."""
+        digests = self._digests(sequence, len(sequence.token_ids))
+        if self._reusable is None:
+            self.evict(digests)
+        else:
+            self._reusable.difference_update(digests)
 
     def clear(self) -> None:
         """Forget all cached pages."""
+        self._reusable = None
         self.evict(list(self._cached))
 
     def cached_length(self, sequence: Sequence) -> int:
         """Return how many leading tokens the target should have cached. At least the last token is left to run."""
-        return self._count(sequence, self._cached.__contains__)
+        if self._reusable is None:
+            return self._count(sequence, self._cached.__contains__)
+        digests = self._digests(sequence, len(sequence.token_ids) - 1)
+        counts = range(len(digests), 0, -1)
+        return self.page_size * next((count for count in counts if digests[count - 1] in self._reusable), 0)
 
     def matched_length(self, sequence: Sequence) -> int:
         """Return how many leading tokens the target should have cached now or soon."""
@@ -137,4 +156,5 @@ class PrefixIndex:
         prefilling = {sequence.sequence_id for sequence in self._prefilling.values()}
         assert prefilling <= sequence_ids, "a sequence outside the window is prefilling"
         assert not self._cached.keys() & self._prefilling.keys(), "a cached page is being prefilled"
+        assert self._cached.keys() >= (self._reusable or set()), "a state after a page that is not cached"
         assert len(self) <= (self.max_pages or DEFAULT_MAX_PAGES), "the index is exceeded"

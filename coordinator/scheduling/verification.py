@@ -125,7 +125,7 @@ class Verification:
         if verdict.features:
             assert self._features is not None
             sequence.draft.add_features(verdict.features, verdict.num_cached_tokens, self._features)
-        target.commit(verdict.num_cached_tokens)
+        target.commit(verdict.num_cached_tokens, verdict.reusable_length)
         self.pending.item.expected_prefix_length = verdict.prefix_length  # charge only the tokens that ran
         if verdict.token_ids:
             return self._commit(verdict, self.pending.item)

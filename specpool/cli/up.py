@@ -19,6 +19,7 @@ from specpool.cli.up_http import api_url, http_services
 from specpool.cli.up_security import SecureUpSettings
 from specpool.cli.up_settings import CANARY, COORDINATOR, CPU, CURRENT, ENGINE, UpSettings
 from specpool.engine.config.device_names import may_be_gpu
+from specpool.engine.config.options import MTP
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.rpc.config.settings import ListeningSettings
@@ -116,7 +117,9 @@ def _worker(role: str, number: int, models: Mapping[str, str], port: int, settin
     workers = settings.draft_workers if like == "draft" else _count(settings, role)
     flags |= _device(getattr(settings, f"{like}_device"), number, workers, settings.threads)
     flags |= {"model": models[role], "port": port, "max_sequences": _slots(settings, role)}
-    if like == "draft" and settings.target_revision is None:
+    if like == "draft" and models[role] == MTP:
+        flags |= {"revision": settings.target_revision, "target_model": models["target"]}
+    elif like == "draft" and settings.target_revision is None:
         flags["target_model"] = models["target"]
     flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:

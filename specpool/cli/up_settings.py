@@ -10,7 +10,7 @@ from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSetti
 from coordinator.config.shares import Shares, read_shares
 from specpool.drafting.plans import DraftMethod
 from specpool.engine.config.device_names import exact_name, may_be_gpu
-from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
+from specpool.engine.config.options import INT8, MTP, Activations, EngineOptions, check_int8
 from specpool.environment.process import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.security.settings import Names
@@ -43,8 +43,8 @@ class UpSettings(ListeningSettings):
     draft: str | None = Field(
         None,
         min_length=1,
-        description='draft: hub id, folder or GGUF file; "none": prompt lookup only; default: the embedded pair\'s '
-        "if the target is",
+        description='draft: hub id, folder or GGUF file; "mtp": the target\'s own MTP layer; "none": prompt lookup '
+        "only; default: the embedded pair's if the target is",
     )
     draft_canary: str | None = Field(
         None,
@@ -185,8 +185,10 @@ class UpSettings(ListeningSettings):
             device = ("target", self._first_devices) if self.is_colocated else ("draft", self.draft_device)
             check_int8("draft-", devices={f"--{device[0]}-device": device[1]})
         self._check_colocated()
+        if self.target == MTP:
+            raise ValueError("target: mtp is a draft")
         for role, model in (("target", self.target), ("draft", self.draft)):
-            if getattr(self, f"{role}_revision") is not None and model in (None, "none"):
+            if getattr(self, f"{role}_revision") is not None and model in (None, "none", MTP):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")
         return self
 

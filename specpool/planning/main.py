@@ -96,7 +96,9 @@ def check_models(settings: PlanSettings) -> None:
     )
     check_options(target, {"model": "target"})
     for model in settings.draft or ([EMBEDDED_DRAFT] if settings.target is None else []):
-        draft = target.model_copy(update={"model": model, "device": settings.draft_device})
+        draft = target.model_copy(
+            update={"model": model, "target_model": target.model, "device": settings.draft_device}
+        )
         check_options(draft, {"model": "draft", "device": "draft_device"})
         check_same_tokenizer(target, draft, OTHER_TOKENIZER)
 

@@ -112,8 +112,20 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     _check_cached(result, expected)
     if not item.expected_prefix_length <= found < len(item.token_ids):
         raise InvalidResponseError(f"invalid prefix_length {found}, expected at least {item.expected_prefix_length}")
-    logprobs = _read_logprobs(result, item, vocab_size)
-    return Verdict(item.sequence_id, status, tokens, expected, logprobs, forced, found, own_draft=own_draft)
+    reusable = result.reusable_length if result.HasField("reusable_length") else None
+    if reusable is not None and reusable > expected:
+        raise InvalidResponseError(f"{reusable} tokens can be reused, but only {expected} are cached")
+    return Verdict(
+        item.sequence_id,
+        status,
+        tokens,
+        expected,
+        _read_logprobs(result, item, vocab_size),
+        forced,
+        found,
+        own_draft=own_draft,
+        reusable_length=reusable,
+    )
 
 
 def _read_own_draft(result: Any, item: VerifyItem, vocab_size: int) -> OwnDraft:

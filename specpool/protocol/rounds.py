@@ -283,6 +283,8 @@ class Verdict:
     """Hidden states of the last cached positions, if requested; see `VerifyResult` in target_worker.proto."""
     own_draft: OwnDraft | None = None
     """The worker's own draft; None unless the item has an `OwnDraftItem`."""
+    reusable_length: int | None = None
+    """Number of leading tokens after which other sequences can continue. None: they can after every full page."""
 
 
 @dataclass(frozen=True)

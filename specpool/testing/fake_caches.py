@@ -19,9 +19,22 @@ Key = Any
 class FakeCaches:
     """Slots and pages of a worker. Equal full pages of a namespace are one page."""
 
-    def __init__(self, slots: int, kv_positions: int = 0, page_size: int = PAGE_SIZE) -> None:
-        """`kv_positions`: positions of all pages; 0: only `slots` limits the sequences."""
+    def __init__(
+        self, slots: int, kv_positions: int = 0, page_size: int = PAGE_SIZE, is_recurrent: bool = False
+    ) -> None:
+        """`kv_positions`: positions of all pages; 0: only `slots` limits the sequences.
+
+        `is_recurrent`: whether a sequence can continue only after positions whose states are kept: those of its last
+        round, and those at the end of a prompt chunk.
+        """
         self.slots, self.kv_positions, self.page_size = slots, kv_positions, page_size
+        self.is_recurrent = is_recurrent
+        self.missing_states = 0
+        """Items that began before the kept states of their sequence."""
+        self._kept: dict[Key, tuple[int, int]] = {}
+        """Positions before each sequence's last round, and its committed positions after that."""
+        self._reusable: dict[bytes, None] = {}
+        """Digests of cached pages after which states are kept, oldest first."""
         self.caches: dict[Key, list[int]] = {}
         self.prefix_cache: dict[bytes, None] = {}
         """Digests of cached pages, least recently used first."""
@@ -47,12 +60,14 @@ class FakeCaches:
         assert (base == 0) == (_optional(item, "sampling") is not None), "sampling parameters belong to first contact"
         assert base == 0 or namespace is None, "the namespace belongs to first contact"
         assert not (base % self.page_size and item.expected_prefix_length), "a prefix must begin at a page boundary"
-        if len(self.caches.get(key, [])) < base:
+        if len(self.caches.get(key, [])) < base or not self._has_state(key, base):
             return ItemStatus.CACHE_MISS, 0
         self._cut(key, base, namespace)
         tokens = [*self.caches.get(key, [])[:base], *item.token_ids]
         usable = [] if base % self.page_size else self._full_pages(key, tokens[:-1])[base // self.page_size :]
         found = list(takewhile(self.prefix_cache.__contains__, usable))
+        while self.is_recurrent and found and found[-1] not in self._reusable:
+            found.pop()
         has_slot, num_held = key in self.caches or len(self.caches) < self.slots, self._num_held(key, tokens, length)
         if len(found) * self.page_size < item.expected_prefix_length:
             status = ItemStatus.CACHE_MISS
@@ -60,6 +75,7 @@ class FakeCaches:
             status = ItemStatus.NO_SLOT
         else:
             self.caches[key] = tokens
+            self._kept[key] = base, len(tokens) - getattr(item, "num_unverified", 0)
             self._use(found)
             self._evict(self.kv_positions // self.page_size - num_held)
             self.hits += len(found) * self.page_size
@@ -75,16 +91,39 @@ class FakeCaches:
         pages = self._full_pages(key, self.caches[key])
         if pages and pages[-1] not in self.prefix_cache:
             self._use(pages)
+        begin, end = self._kept[key]
+        if self.is_recurrent and pages and end - begin > self.page_size:
+            self._reusable[pages[-1]] = None
+            while len(self._reusable) > self.slots:
+                self._report_eviction(digest := next(iter(self._reusable)))
+                del self._reusable[digest]
+
+    def reusable_length(self, key: Key) -> int | None:
+        """Return after how many leading tokens other sequences can continue. None: after every full page."""
+        pages = self._full_pages(key, self.caches[key]) if self.is_recurrent else ()
+        counts = (count for count, digest in enumerate(pages, 1) if digest in self._reusable)
+        return self.page_size * max(counts, default=0) if self.is_recurrent else None
+
+    def _has_state(self, key: Key, base: int) -> bool:
+        begin, end = self._kept.get(key, (0, 0))
+        is_missing = self.is_recurrent and base not in (0, begin) and base < end
+        self.missing_states += is_missing
+        return not is_missing
 
     def release(self, key: Key) -> bool:
         """Free the slot of a sequence. Its pages stay in the prefix cache. Return whether it held a slot."""
         self._digests.pop(key, None)
+        self._kept.pop(key, None)
         return self.caches.pop(key, None) is not None
 
     def forget(self) -> None:
         """Lose all caches, like a restart."""
-        for state in (self.caches, self.prefix_cache, self._digests, self._evicted):
+        for state in (self.caches, self.prefix_cache, self._digests, self._evicted, self._kept, self._reusable):
             state.clear()
+
+    def lose_states(self) -> None:
+        """Lose the states after cached pages, without a report."""
+        self._reusable.clear()
 
     def take_evicted(self, coordinator_id: str) -> list[bytes]:
         """Return evicted pages not yet reported to the coordinator. Recording starts with its first call."""
@@ -128,8 +167,11 @@ class FakeCaches:
         idle = [digest for digest in self.prefix_cache if digest not in held]
         for digest in idle[: max(0, len(idle) - num_idle)]:
             del self.prefix_cache[digest]
-            for evicted in self._evicted.values():
-                evicted.append(digest)
+            self._report_eviction(digest)
+
+    def _report_eviction(self, digest: bytes) -> None:
+        for evicted in self._evicted.values():
+            evicted.append(digest)
 
 
 def _optional(item: Any, name: str) -> Any:

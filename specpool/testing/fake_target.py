@@ -204,6 +204,7 @@ class FakeTarget(FakeWorker):
             num_forced_tokens=len(forced),
             prefix_length=prefix_length,
             own_draft=found if item.HasField("own_draft") else None,
+            reusable_length=self.reusable_length(key),
         )
 
     def _is_compiling(self, key: Key, item: target_worker_pb2.VerifyItem) -> bool:

@@ -41,14 +41,15 @@ class FakeWorker(FakeCaches):
         rank_devices: Sequence[str] = (),
         kv_positions: int = 0,
         supports_grammars: bool = find_spec("llguidance") is not None,
+        is_recurrent: bool = False,
     ) -> None:
         """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
         `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         `kv_positions`: capacity of the cache; 0: only `slots` limits it.
-        `supports_grammars`: whether to follow grammars, which needs llguidance.
+        `supports_grammars`: whether to follow grammars, which needs llguidance. `is_recurrent`: see `FakeCaches`.
         """
-        super().__init__(slots, kv_positions)
+        super().__init__(slots, kv_positions, is_recurrent=is_recurrent)
         self.supports_grammars = supports_grammars
         self.grammars: dict[Key, tuple[str, int]] = {}
         """Grammar and prompt length of each constrained sequence."""

@@ -96,7 +96,7 @@ class VerifyResponse(_message.Message):
     def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ..., instance_id: _Optional[str] = ..., evicted_pages: _Optional[_Iterable[bytes]] = ..., draft_ns: _Optional[int] = ..., draft_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features", "prefix_length", "own_draft")
+    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs", "num_forced_tokens", "error", "features", "prefix_length", "own_draft", "reusable_length")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class VerifyResult(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     OWN_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    REUSABLE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: _common_pb2.ItemStatus
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -117,7 +118,8 @@ class VerifyResult(_message.Message):
     features: bytes
     prefix_length: int
     own_draft: OwnDraftResult
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ..., prefix_length: _Optional[int] = ..., own_draft: _Optional[_Union[OwnDraftResult, _Mapping]] = ...) -> None: ...
+    reusable_length: int
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., error: _Optional[str] = ..., features: _Optional[bytes] = ..., prefix_length: _Optional[int] = ..., own_draft: _Optional[_Union[OwnDraftResult, _Mapping]] = ..., reusable_length: _Optional[int] = ...) -> None: ...
 
 class OwnDraftResult(_message.Message):
     __slots__ = ("draft_token_ids", "confidences", "num_verified", "status", "cached_length")

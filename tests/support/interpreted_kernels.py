@@ -108,14 +108,12 @@ def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.T
 
 def join(
     token_ids: torch.Tensor, embedding: torch.Tensor, scale: float, states: torch.Tensor, norms: torch.Tensor | None,
-    residual: torch.Tensor, norms_residual: bool, eps: float,
+    residual: torch.Tensor, kind: str, eps: float,
 ) -> torch.Tensor:  # fmt: skip
     joined = torch.stack([states, embedding[token_ids] * scale], 1)
-    if norms is None:
-        residual.zero_()
-        return joined.flatten(1)
-    normed = _normed(joined, norms, eps)
-    residual.copy_((normed if norms_residual else joined)[:, 0])
+    normed = joined if norms is None else _normed(joined, norms, eps)
+    kept = {"zeros": torch.zeros_like(states), "states": states, "normed": normed[:, 0]}
+    residual.copy_(kept[kind])
     return normed.flatten(1)
 
 

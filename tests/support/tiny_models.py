@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,6 +60,16 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
                 parameter.normal_(std=weight)
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    return folder
+
+
+def noisy_copy(model: Path, folder: Path, noise: float = 0.004) -> Path:
+    """Save a draft with nearly the same weights. `noise`: standard deviation of the differences."""
+    shutil.copytree(model, folder)
+    generator = torch.Generator().manual_seed(0)
+    with edited_weights(folder) as weights:
+        for weight in weights.values():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=noise)
     return folder
 
 
@@ -122,7 +133,7 @@ def forget_all(engine: Engine, slots: int) -> None:
     old, arena = engine.slots.tables, engine.layout.arena
     tables = PageTables(len(old.held), old.max_length, old.columns, old.page_size)
     tables.assign = arena.assign
-    engine.slots = SlotTable(slots, tables, engine.facts.window)
+    engine.slots = SlotTable(slots, tables, engine.facts.window, engine.slots.checkpoints)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from delta_nets import save_delta_net
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
 from pair_service import ARRANGEMENTS, LogitsTap, PairService, running_arrangement
-from tiny_models import edited_weights, save_model, small_config
+from tiny_models import noisy_copy, save_model, small_config
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
@@ -25,6 +25,10 @@ class Mixes:
     def __init__(self, runner: asyncio.Runner, service: PairService, tap: LogitsTap) -> None:
         self.runner, self.service, self.tap = runner, service, tap
         self._plain: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+
+    @property
+    def cache_misses(self) -> int:
+        return self.runner.run(self.service.client.server_info()).counters.cache_misses
 
     async def plain(self, case: Case) -> list[int]:
         """Tokens of plain decoding with no other request in the service."""
@@ -46,24 +50,50 @@ class Mixes:
         await self.service.wait_idle()
 
 
-@pytest.fixture(scope="module", params=ARRANGEMENTS)
-def mixes(tiny_pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Mixes]:
+@pytest.fixture(scope="module")
+def recurrent_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft with recurrent layers."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    target = save_delta_net(folder / "target")
+    return target, noisy_copy(target, folder / "draft", noise=0.001)
+
+
+KINDS = [
+    *(pytest.param(("tiny_pair", arrangement), id=arrangement) for arrangement in ARRANGEMENTS),
+    *(
+        pytest.param(
+            ("recurrent_pair", arrangement),
+            id=f"recurrent {arrangement}",
+            marks=[] if arrangement == "carried draft" else pytest.mark.slow,
+        )
+        for arrangement in ARRANGEMENTS
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def mixes(request: pytest.FixtureRequest) -> Iterator[Mixes]:
     """A service with a window, batches and chunks too small for the mixes."""
+    pair, arrangement = request.param
     worker = {"max_sequences": 5, "max_num_batched_tokens": 48}
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
-    with running_arrangement(request.param, *tiny_pair, worker=worker, **options) as (runner, service):
+    models = request.getfixturevalue(pair)
+    with running_arrangement(arrangement, *models, worker=worker, **options) as (runner, service):
         yield Mixes(runner, service, LogitsTap(service.target.backend.engine))
 
 
-def test_tiny_pair_accepts_and_rejects_drafts(mixes: Mixes) -> None:
-    async def ask() -> tuple[pb.GenerateResponse, pb.GetModelInfoResponse]:
-        stub = mixes.service.client.stub
-        case = Case(make_prompt((0, 20)), MAX_TOKENS, 4, True, 0, None)
-        return await stub.Generate(make_request(case)), await stub.GetModelInfo(pb.GetModelInfoRequest())
+def test_both_pairs_accept_and_reject_drafts(mixes: Mixes) -> None:
+    client = mixes.service.client
 
-    response, info = mixes.runner.run(ask())
-    assert 0.05 < response.speculative_decoding.draft_acceptance_rate < 0.95
-    assert info.target.equivalence == EQUIVALENCE_BITWISE
+    async def ask() -> list[pb.GenerateResponse]:
+        cases = [Case(make_prompt((seed, 20)), MAX_TOKENS, 4, True, 0, None) for seed in range(4)]
+        return [await client.stub.Generate(make_request(case)) for case in cases]
+
+    found = [response.speculative_decoding for response in mixes.runner.run(ask())]
+    drafted = sum(each.num_draft_tokens for each in found)
+    accepted = sum(each.num_draft_tokens * each.draft_acceptance_rate for each in found)
+    assert 0.05 < accepted / drafted < 0.95
+    assert mixes.runner.run(client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
 
 
 def test_tokens_of_predictions_are_accepted_and_rejected(mixes: Mixes) -> None:
@@ -89,10 +119,11 @@ def test_tokens_and_logits_equal_plain_decoding(mixes: Mixes, mix: list[Case], f
 def test_verified_logits_were_compared(mixes: Mixes) -> None:
     """The property above is not vacuous: contexts do recur."""
     mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, k, True, 0, None) for seed in range(2) for k in (0, 3, 8)]
-    before = mixes.tap.compared
+    before, misses = mixes.tap.compared, mixes.cache_misses
     mixes.runner.run(mixes.check(mix, []))
     assert mixes.tap.compared - before > 5 * MAX_TOKENS
     assert not mixes.tap.different
+    assert mixes.cache_misses == misses
 
 
 @pytest.mark.slow
@@ -107,12 +138,8 @@ def test_verified_logits_were_compared(mixes: Mixes) -> None:
 )
 def test_windows_equal_plain_decoding(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """Sequences are longer than the window. The draft is a noisy copy of the target."""
-    config = small_config(family, sliding_window=16, **changes)
-    target, draft = save_model(tmp_path / "target", config), save_model(tmp_path / "draft", config)
-    generator = torch.Generator().manual_seed(0)
-    with edited_weights(draft) as weights:
-        for weight in weights.values():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.01)
+    target = save_model(tmp_path / "target", small_config(family, sliding_window=16, **changes))
+    draft = noisy_copy(target, tmp_path / "draft", noise=0.01)
     mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, 4, True, 0, None) for seed in range(6)]
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16}
     with running_arrangement("chosen drafts", target, draft, **options) as (runner, service):

@@ -1,15 +1,14 @@
 """Exactness of families with windows, soft caps, sinks and experts, with drafts that are often wrong."""
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from delta_nets import DELTA_NET_SIZES, save_delta_net
 from mixes import MAX_TOKENS, Case, assert_equal, make_prompt, make_request, play
-from pair_service import LogitsTap, serving_pair
-from tiny_models import edited_weights, save_model, small_config
+from pair_service import LogitsTap, running_arrangement, serving_pair
+from tiny_models import noisy_copy, save_model, small_config
 
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
@@ -23,6 +22,10 @@ MIX = [
 
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SIZED_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+LATENT = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
+}  # fmt: skip
 WINDOW = {"sliding_window": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,
@@ -35,24 +38,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
         "first_k_dense_replace": 1,
     },
+    "qwen3_next": {**DELTA_NET_SIZES, **SIZED_EXPERTS, "shared_expert_intermediate_size": 48},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT,
 }  # fmt: skip
-
-
-def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
-    """Save a model, and a draft with nearly the same weights."""
-    target, draft = save_model(folder / "target", small_config(family, **FAMILIES[family])), folder / "draft"
-    shutil.copytree(target, draft)
-    with edited_weights(draft) as weights:
-        for weight in weights.values():
-            weight.add_(torch.randn(weight.shape), alpha=0.004)
-    return target, draft
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path, family: str) -> None:
     worker = {"max_sequences": 5, "max_model_len": 256, "threads": 1}
-    async with serving_pair(*save_pair(tmp_path, family), worker=worker, max_num_seqs=5, max_batch_size=4) as service:
+    target = save_model(tmp_path / "target", small_config(family, **FAMILIES[family]))
+    draft = noisy_copy(target, tmp_path / "draft")
+    async with serving_pair(target, draft, worker=worker, max_num_seqs=5, max_batch_size=4) as service:
         stub, tap = service.client.stub, LogitsTap(service.target.backend.engine)
         assert (await service.client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
         expected = []
@@ -66,3 +65,26 @@ async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path, fam
             assert_equal(MIX, got, expected)
         assert tap.compared > MAX_TOKENS
         assert not tap.different
+
+
+@pytest.mark.parametrize(
+    "arrangement", ["branches", "carried draft", pytest.param("chosen drafts", marks=pytest.mark.slow)]
+)
+def test_a_recurrent_draft_equal_to_its_target_is_always_right(tmp_path: Path, arrangement: str) -> None:
+    """Its states are those of the target after every round, in batches and after long prompts."""
+    model = save_delta_net(tmp_path)
+    options = {"max_num_seqs": 5, "prefill_tokens": 32, "draft_method": "model", "num_speculative_tokens": 3}
+    with running_arrangement(arrangement, model, model, **options) as (runner, service):
+        requests = [
+            make_request(Case(make_prompt((seed, 20 * seed + 3)), MAX_TOKENS, 3, True, 0, None)) for seed in range(6)
+        ]
+        for request in requests[::2]:
+            request.sampling_params.temperature = 1.0
+
+        async def ask() -> None:
+            await asyncio.gather(*map(service.client.stub.Generate, requests))
+
+        runner.run(ask())
+        counters = runner.run(service.client.server_info()).counters
+    assert counters.accepted_draft_tokens == counters.draft_tokens > 2 * MAX_TOKENS
+    assert counters.cache_misses == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from eagle_heads import save_eagle_head
 from feature_drafts import save_pair_draft
+from mtp_models import save_mtp_target
 from own_drafts import Generation, Rounds
 from tiny_models import forget_all, load_engine, random_tokens, save_model, small_config
 
@@ -18,7 +19,7 @@ PROMPT = tuple(random_tokens(40))
 K, WINDOW = 3, 64
 
 
-@pytest.fixture(scope="module", params=["trained draft", "EAGLE-1", "EAGLE-3"])
+@pytest.fixture(scope="module", params=["trained draft", "EAGLE-1", "EAGLE-3", "MTP"])
 def engines(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Engine, Engine]:
@@ -27,6 +28,9 @@ def engines(
     if request.param == "trained draft":
         draft = save_pair_draft(folder, *tiny_pair, (1, 2))
         return load_engine(tiny_pair[0]), load_engine(draft, exact=False)
+    if request.param == "MTP":
+        target = save_mtp_target(folder, "glm4_moe", num_hidden_layers=4)
+        return load_engine(target), load_engine(Path("mtp"), exact=False, target_model=str(target))
     target = save_model(folder / "target", small_config("llama", num_hidden_layers=8))
     head = save_eagle_head(folder / "head", int(request.param[-1]))
     return load_engine(target), load_engine(head, exact=False, target_model=str(target))

@@ -22,6 +22,8 @@ long sequences would take 6% longer (8 sequences of 1,024 positions on an AMD EP
 class KVArena:
     """Keys and values of all layers, each [kv_heads, columns, head_dim], and page tables [slots, pages per sequence].
 
+    With latent attention, a value is the first features of its key, so `values` are views of `keys`.
+
     The arena starts as zeros: attention multiplies masked values by zero, and a NaN would survive that. On a CPU the
     system zeroes it page by page, so unused columns take no memory.
     """
@@ -37,16 +39,18 @@ class KVArena:
         tables: tuple[int, int],
         page_size: int,
         recurrent: RecurrentArena | None = None,
+        latent_rank: int | None = None,
     ) -> None:
         """`layers`: layers that attend. `columns`: columns of all pages. `tables`: shape of the page tables.
 
-        `recurrent`: states of the recurrent layers, if there are any.
+        `recurrent`: states of the recurrent layers, if there are any. `latent_rank`: features of a key that are its
+        value; None: values have their own memory.
         """
         self.recurrent = recurrent
         self.columns, self.device, self.page_size = columns, device, page_size
         of_head = columns + (SPARE_COLUMNS if device.type == "cpu" else 0)
-        self._storage = zeros((layers, 2, kv_heads, of_head, head_dim), dtype, device)
-        self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
+        self._storage = zeros((layers, 2 if latent_rank is None else 1, kv_heads, of_head, head_dim), dtype, device)
+        self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, -1, ..., :latent_rank])
         self._host_tables = np.zeros(tables, np.int32)
         self.tables = torch.from_numpy(self._host_tables)
         """Pages of each sequence, int32 [slots, pages], on the device. Other entries are stale pages."""
@@ -95,9 +99,17 @@ class KVArena:
         columns: list[int] = (self._host_tables[slot, logical // size] * size + logical % size).tolist()
         return columns
 
-    def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store `key` and `value` [T, kv_heads, head_dim]; token t goes to column `columns[t]`."""
+    def move(self, source: int, destination: int, count: int) -> None:
+        """Copy `count` columns of all layers. The ranges may overlap."""
+        for layer in self._storage:  # one layer at a time keeps the temporary copy small
+            layer[..., destination : destination + count, :] = layer[..., source : source + count, :].clone()
+
+    def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Store `key` and `value` [T, kv_heads, head_dim]; token t goes to column `columns[t]`.
+
+        `value`: None if it is part of the key.
+        """
         # Masked attention multiplies these columns by zero, and zero times an overflow is NaN.
-        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
-        self.keys[layer][:, columns] = key.transpose(0, 1)
-        self.values[layer][:, columns] = value.transpose(0, 1)
+        self.keys[layer][:, columns] = key.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
+        if value is not None:
+            self.values[layer][:, columns] = value.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)

@@ -76,11 +76,16 @@ class Checkpoints:
         """Return how many of these leading pages end at a cached checkpoint. `digests`: of pages from the first on."""
         return next((count for count in range(len(digests), 0, -1) if self.pool.has(digests[count - 1])), 0)
 
+    def reusable_length(self, slot: int, num_cached_tokens: int) -> int:
+        """Return the position of a sequence's last anchor in its valid positions; 0 if there is none."""
+        anchors = (each.position for each in self._kept[slot] if each.is_anchor and each.position <= num_cached_tokens)
+        return max(anchors, default=0)
+
     def share(self, slot: int, position: int, digest: bytes) -> None:
         """Let a sequence begin with the cached checkpoint after this many positions. `digest`: of the page before."""
         (entry,) = self.pool.share([digest])
         self.truncate(slot, 0)
-        self._kept[slot].append(Checkpoint(position, entry, 2 * slot, position))
+        self._kept[slot].append(Checkpoint(position, entry, 2 * slot, position, is_anchor=True))
 
     def cache(self, slot: int, digests: Sequence[bytes]) -> None:
         """Add a sequence's anchors to the prefix cache. `digests`: of its valid full pages, from the first on."""

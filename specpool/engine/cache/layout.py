@@ -68,10 +68,7 @@ class PaddedLayout(KVLayout):
     def _move(self, slot: int, source: int, destination: int, count: int) -> None:
         """Copy `count` columns of all layers within a slot's page. The ranges may overlap."""
         (origin,) = self.arena.columns_of(slot, 0, 1)
-        source, destination = origin + source, origin + destination
-        # One layer at a time keeps the temporary copy small.
-        for cache in (*self.arena.keys, *self.arena.values):
-            cache[:, destination : destination + count] = cache[:, source : source + count].clone()
+        self.arena.move(origin + source, origin + destination, count)
 
 
 LAYOUTS: dict[str, type[KVLayout]] = {"slots": SlotLayout, "padded": PaddedLayout}

@@ -72,6 +72,8 @@ class SlotTable:
         self._window = window
         self.total, self.tables = slots, tables or PageTables(slots, max_length=1, columns=slots, page_size=1)
         self.tables.pool.on_evict = self._record_eviction
+        if checkpoints is not None:
+            checkpoints.pool.on_evict = self._record_eviction
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
         self._last_seen: OrderedDict[str, float] = OrderedDict()  # least recently seen first
@@ -215,6 +217,13 @@ class SlotTable:
             self.tables.pool.drop(pages[max(0, count) :])
             del pages[max(0, count) :]
         return pages
+
+    def reusable_length(self, key: SequenceKey) -> int | None:
+        """Return after how many leading tokens other sequences can continue. None: after every full page."""
+        slot = self._slots[key]
+        if self.checkpoints is None:
+            return None
+        return self.checkpoints.reusable_length(slot.index, 0 if slot.digests is None else slot.num_cached_tokens)
 
     def is_stale(self, key: SequenceKey, round_id: int) -> bool:
         """Whether a later round of the sequence has begun."""

@@ -68,19 +68,26 @@ MIN_GRAMMAR_MEMORY, MAX_GRAMMAR_MEMORY = 32 * 2**20, 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+MTP = "mtp"
+"""Model that stands for the multi-token prediction (MTP) layer in the checkpoint of the target."""
+
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
     """Engine settings, which both workers take as flags."""
 
-    model: str = Field(min_length=1, description="hub id, folder, or GGUF file of a decoder-only model")
+    model: str = Field(
+        min_length=1,
+        description='hub id, folder, or GGUF file of a decoder-only model; "mtp": the MTP layer of target_model, as a '
+        "draft",
+    )
     revision: str | None = Field(
         None, min_length=1, description="branch, tag or commit of a hub model; a commit pins the version"
     )
     target_model: str | None = Field(
         None,
         min_length=1,
-        description="for EAGLE heads: folder, GGUF file or hub id of the target that provides the embeddings, the "
-        "tokenizer and, if the head has none, the output head; ignored for other models",
+        description="for EAGLE heads and mtp: folder, GGUF file or hub id of the target that provides the embeddings, "
+        "the tokenizer and, if the draft has none, the output head; ignored for other models",
     )
     device: str = Field(
         "auto",
@@ -181,6 +188,13 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
     @property
+    def mtp_target(self) -> "EngineOptions | None":
+        """The options of the target whose MTP layer is the model; None for other models."""
+        if self.model != MTP or self.target_model is None:
+            return None
+        return EngineOptions(model=self.target_model, revision=self.revision, max_model_len=self.max_model_len)
+
+    @property
     def memory_limits(self) -> dict[str, int]:
         """The limits of memory that are set, in bytes by name. There is at most one."""
         limits = {name: getattr(self, name) for name in ("kv_memory", "memory_budget", "memory_limit")}
@@ -206,6 +220,10 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if self.model == MTP and self.target_model is None:
+            raise ValueError("model mtp is the MTP layer of a target: set target_model")
+        if self.model == MTP and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: mtp runs on one rank")
         if self.tensor_parallel % self.nnodes:
             raise ValueError(f"tensor_parallel {self.tensor_parallel} is not a multiple of nnodes {self.nnodes}")
         if self.kv_layout == "padded" and self.tensor_parallel > 1:

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from specpool.engine.config.options import INT8, Activations, EngineOptions, check_int8
+from specpool.engine.config.options import INT8, MTP, Activations, EngineOptions, check_int8
 
 ENGINE: dict[str, Any] = EngineOptions.model_fields
 RANKS = {"tensor_parallel", "tensor_parallel_sums", "nnodes", "node_rank", "master_addr", "master_port"}
@@ -18,8 +18,9 @@ class TargetOptions(EngineOptions):
     draft: str | None = Field(
         None,
         min_length=1,
-        description="draft model for the worker to carry: hub id, folder or GGUF file. It runs on the target's device "
-        "and shares the target's memory_limit or memory_budget; default: none",
+        description='draft model for the worker to carry: hub id, folder or GGUF file, or "mtp" for the target\'s own '
+        "MTP layer. It runs on the target's device and shares the target's memory_limit or memory_budget; "
+        "default: none",
     )
     draft_revision: str | None = ENGINE["revision"]
     draft_activations: Activations = ENGINE["activations"]
@@ -36,11 +37,12 @@ class TargetOptions(EngineOptions):
         if self.draft_kv_memory is not None:
             options = {name: value for name, value in options.items() if name not in self.memory_limits}
             options["kv_memory"] = self.draft_kv_memory
+        is_mtp = self.draft == MTP
         return EngineOptions(
             **options,
             model=self.draft,
-            revision=self.draft_revision,
-            target_model=self.model if self.revision is None else None,
+            revision=self.revision if is_mtp else self.draft_revision,
+            target_model=self.model if self.revision is None or is_mtp else None,
             device=self.device.split(",")[0].strip(),
             activations=self.draft_activations,
         )
@@ -51,6 +53,8 @@ class TargetOptions(EngineOptions):
         given = [name for name in names if getattr(self, name) not in (None, "auto")]
         if given and self.draft is None and self.node_rank == 0:  # nodes may share their other settings
             raise ValueError(f"{given[0]} needs --draft")
+        if self.draft == MTP and self.draft_revision is not None:
+            raise ValueError("draft_revision: the MTP layer is in the target's checkpoint")
         if self.draft is not None and self.node_rank > 0:
             raise ValueError(f"--draft must be given to node 0 only, and this is node {self.node_rank}")
         if self.draft_activations == INT8:

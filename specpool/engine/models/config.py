@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
@@ -14,14 +15,15 @@ from specpool.engine.config.architectures import (
     why_not_supported,
 )
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
-from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
+from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of, source_of
+from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization, without_quantization
 from specpool.engine.models.config_values import LIMITS, check_sizes, check_types
 from specpool.engine.models.eagle_format import SPECULATOR
 from specpool.engine.models.gguf_header import GgufError
 from specpool.engine.models.gguf_keys import gguf_config
 from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.model_files import read_config_file
+from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
 from specpool.engine.passes.families import (
@@ -35,11 +37,20 @@ from specpool.engine.passes.families import (
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
+ONE_LAYER: Mapping[str, object] = MappingProxyType(
+    {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+)
+"""Values by which a configuration's only layer is like an MTP layer."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
-    """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
+    """Load a model's configuration, or that of a target's MTP layer.
+
+    Raises UnsupportedModelError if the model cannot be served, or its target has no MTP layer.
+    """
+    if options.mtp_target is not None:
+        return _mtp_config(options.mtp_target)
     source = source_of(options.model, options.revision)
     try:
         config = _read_config(options, source)
@@ -105,6 +116,19 @@ def rope_variants(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return `rope_parameters`, and those of each layer type if it has several."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
+def _mtp_config(target: EngineOptions) -> PreTrainedConfig:
+    """Return the configuration of a model that consists of the MTP layer of a target."""
+    config, reason = load_config(target), None
+    if gguf_file_of(target.model) is not None:
+        reason = f"{target.model} is a GGUF file; {MTP_FILES}"
+    reason = reason or why_no_mtp(lambda name: getattr(config, name, None))
+    if reason is not None:
+        raise UnsupportedModelError(f"mtp: {reason}")
+    values = {**without_quantization(config).to_dict(), "num_hidden_layers": 1}
+    values |= {name: value for name, value in ONE_LAYER.items() if values.get(name) is not None}
+    return type(config)(**values)
 
 
 def _text_config(wrapper: PreTrainedConfig, stated: dict[str, Any]) -> PreTrainedConfig:

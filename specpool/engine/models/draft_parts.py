@@ -31,6 +31,24 @@ class Features:
     """Size of all these states together."""
 
 
+@dataclass(frozen=True)
+class FeatureHead:
+    """A feature draft that takes parts of its target: an EAGLE head or an MTP layer."""
+
+    model: PreTrainedModel
+    features: Features
+    output_ids: torch.Tensor | None
+    """The token of each row of the output head; None: all tokens in order."""
+
+
+def shaped(name: str, weight: torch.Tensor | None, *expected: int) -> torch.Tensor:
+    """Return the weight, which must have this shape. UnsupportedModelError."""
+    if weight is None or tuple(weight.shape) != expected:
+        found = "is missing" if weight is None else f"has the shape {[*weight.shape]}"
+        raise UnsupportedModelError(f"{name} {found}, but this head and its target need {[*expected]}")
+    return weight
+
+
 def features_of(config: PreTrainedConfig) -> Features | None:
     """The states that a configuration names; None if the model is not a feature draft. UnsupportedModelError."""
     stated: Any = getattr(config, FEATURES, None)

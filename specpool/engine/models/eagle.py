@@ -6,19 +6,18 @@ output head of its own. EAGLE-3.1 adds norms (see `EagleFormat`).
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import MTP, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
-from specpool.engine.models.draft_parts import Features, features_of
+from specpool.engine.models.draft_parts import FeatureHead, Features, features_of, shaped
 from specpool.engine.models.eagle_files import (
     D2T,
     EAGLE3_LAYER,
@@ -29,9 +28,10 @@ from specpool.engine.models.eagle_files import (
     why_no_head,
 )
 from specpool.engine.models.eagle_format import format_of
+from specpool.engine.models.mtp import mtp_features
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.weights import check_all_used, check_complete, read_weight
-from specpool.engine.passes.families import why_not_fusable
+from specpool.engine.passes.families import LATENT, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
@@ -44,22 +44,13 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.gguf")
 """Files of folders with a tokenizer. EAGLE heads need none."""
 
 
-@dataclass(frozen=True)
-class EagleHead:
-    """An EAGLE head as a feature draft."""
-
-    model: PreTrainedModel
-    features: Features
-    output_ids: torch.Tensor | None
-
-
 def is_eagle_head(options: EngineOptions) -> bool:
     """Whether a model is a folder with an EAGLE head.
 
     UnsupportedModelError: its target is not named, or it is named and the folder has neither a head nor a tokenizer.
     """
     folder = Path(options.model)
-    if not folder.is_dir():
+    if options.model == MTP or not folder.is_dir():
         return False
     reason = why_no_head(folder)
     if reason is None and options.target_model is None:
@@ -74,12 +65,14 @@ def is_eagle_head(options: EngineOptions) -> bool:
 def features_of_draft(options: EngineOptions) -> Features | None:
     """The states that a draft reads; None if it reads none. UnsupportedModelError."""
     config = load_config(options)
+    if options.mtp_target is not None:
+        return mtp_features(load_config(options.mtp_target))
     return _builder_of(options, config).features if is_eagle_head(options) else features_of(config)
 
 
 def build_eagle_head(
     options: EngineOptions, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> EagleHead:
+) -> FeatureHead:
     """Read a head and what it borrows from its target. UnsupportedModelError: it does not fit the target."""
     return _builder_of(options, config).build(dtype, device)
 
@@ -88,6 +81,8 @@ def _builder_of(options: EngineOptions, config: PreTrainedConfig) -> "_Builder":
     assert options.target_model is not None
     if (reason := why_not_fusable(config)) is not None:
         raise UnsupportedModelError(f"EAGLE heads need the fused pass: {reason}")
+    if config.model_type in LATENT:
+        raise UnsupportedModelError("EAGLE heads with latent attention are not supported")
     return _Builder(config, read_tensors(Path(options.model)), EngineOptions(model=options.target_model))
 
 
@@ -107,7 +102,7 @@ class _Builder:
         layers = self.format.layers
         self.features = Features(layers, len(layers) * self.target_config.hidden_size)
 
-    def build(self, dtype: torch.dtype, device: torch.device) -> EagleHead:
+    def build(self, dtype: torch.dtype, device: torch.device) -> FeatureHead:
         hidden, width = self.config.hidden_size, self.features.width
         output_ids = self._output_ids()
         model = self._empty_model(self._output_rows(output_ids))
@@ -118,7 +113,7 @@ class _Builder:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
         ids = None if output_ids is None else output_ids.to(device)
-        return EagleHead(model.to(device), self.features, ids)
+        return FeatureHead(model.to(device), self.features, ids)
 
     def _empty_model(self, rows: int) -> Any:
         """The layers, and an output head with `rows`, without weights, in the modules that the head has."""
@@ -161,9 +156,9 @@ class _Builder:
         weight, bias = self.tensors.pop(FC), self.tensors.pop("fc.bias", None)
         if not self.format.is_eagle3 and hidden != width:
             raise UnsupportedModelError(f"its hidden size is {hidden}, but the target's is {width}")
-        _shaped(FC, weight, hidden, width if self.format.is_eagle3 else hidden + width)
+        shaped(FC, weight, hidden, width if self.format.is_eagle3 else hidden + width)
         if bias is not None:
-            _shaped("fc.bias", bias, hidden)
+            shaped("fc.bias", bias, hidden)
         if self.format.is_eagle3:
             return None, linear_of(weight, bias), self._state_norm()
         norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
@@ -178,14 +173,14 @@ class _Builder:
             names = [INPUT_NORM]
         weights, size = list[torch.Tensor](), self.features.width // len(names)
         for name in names:
-            weights.append(_shaped(name, self.tensors.pop(name, None), size))
+            weights.append(shaped(name, self.tensors.pop(name, None), size))
         return StateNorm(torch.stack(weights), self.config.rms_norm_eps)
 
     def _embedding(self) -> nn.Module:
         weight = self.tensors.pop("embed_tokens.weight", None)
         if weight is None:
             weight = as_tensor(self._of_target(EMBEDDING))
-        _shaped("embed_tokens.weight", weight, self.config.vocab_size, self.config.hidden_size)
+        shaped("embed_tokens.weight", weight, self.config.vocab_size, self.config.hidden_size)
         embedding: nn.Module = nn.Embedding.from_pretrained(weight)
         return embedding
 
@@ -236,11 +231,3 @@ def eagle3_modules(config: PreTrainedConfig, outputs: int, norm_before_residual:
         setattr(first.self_attn, name, wider)
     model.lm_head = nn.Linear(hidden, outputs, bias=False)
     return model
-
-
-def _shaped(name: str, weight: torch.Tensor | None, *expected: int) -> torch.Tensor:
-    """The weight, which must have this shape. UnsupportedModelError."""
-    if weight is None or tuple(weight.shape) != expected:
-        found = "is missing" if weight is None else f"has the shape {[*weight.shape]}"
-        raise UnsupportedModelError(f"{name} {found}, but this head and its target need {[*expected]}")
-    return weight

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specpool.engine.cache.recurrent import RecurrentSizes
 from specpool.engine.models.loading import LoadedModel
-from specpool.engine.passes.families import longest_window, recurrent_sizes
+from specpool.engine.passes.families import latent_sizes, longest_window, recurrent_sizes
 from specpool.engine.sharding.shares import head_dim_of
 from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, map_on_threads
@@ -34,6 +34,8 @@ class ModelFacts:
     device: torch.device
     window: int | None = None
     """Maximum number of positions that a row attends to, including its own; None: all positions up to its own."""
+    latent_rank: int | None = None
+    """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
     recurrent: RecurrentSizes | None = None
     """Sizes of recurrent layers, which cache no keys and values; None: all layers attend."""
 
@@ -51,14 +53,19 @@ class ModelFacts:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of a position in a KV cache of this dtype, over all layers that attend."""
-        return 2 * self.attention_layers * self.kv_heads * self.head_dim * dtype.itemsize
+        of_head = (2 if self.latent_rank is None else 1) * self.head_dim
+        return self.attention_layers * self.kv_heads * of_head * dtype.itemsize
 
 
-def read_facts(loaded: LoadedModel) -> ModelFacts:
-    """Read the facts of a model before a forward pass takes over its weights."""
+def read_facts(loaded: LoadedModel, fused: bool = True) -> ModelFacts:
+    """Read the facts of a model before a forward pass takes over its weights.
+
+    `fused`: whether the fused pass may run it. Only that pass caches latent vectors.
+    """
     config, vocab_size, model = loaded.config, loaded.vocab_size, loaded.full
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # tied weights count once
     heads = config.num_attention_heads
+    latent = latent_sizes(config) if fused else None
     return ModelFacts(
         vocab_size=vocab_size,
         max_model_len=loaded.max_model_len,
@@ -68,11 +75,12 @@ def read_facts(loaded: LoadedModel) -> ModelFacts:
         layers=int(config.num_hidden_layers),
         hidden_size=int(config.hidden_size),
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim_of(config),
+        kv_heads=1 if latent else getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=sum(latent) if latent else head_dim_of(config),
         dtype=loaded.model.dtype,
         device=loaded.model.device,
         window=longest_window(config),
+        latent_rank=latent.rank if latent else None,
         recurrent=recurrent_sizes(config),
     )
 

@@ -24,6 +24,7 @@ from specpool.engine.models.draft_parts import (
 )
 from specpool.engine.models.eagle import build_eagle_head, is_eagle_head
 from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.mtp import build_mtp_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import GgufWeights, StoredWeights, stored_weights
 from specpool.engine.models.tokenizer import load_tokenizer, tokenizer_files
@@ -36,7 +37,7 @@ from specpool.engine.models.weights import (
     read_with_transformers,
 )
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.families import MIXTURES, is_fusable, why_not_fusable
+from specpool.engine.passes.families import LATENT, MIXTURES, is_fusable, why_not_fusable
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, checksums_of
@@ -61,7 +62,7 @@ class LoadedModel:
     features: Features | None = None
     """The states of its target that a feature draft reads; None: the model reads only tokens."""
     modules_run: bool = True
-    """Whether transformers can run the model. It cannot run EAGLE heads."""
+    """Whether transformers can run the model. It cannot run EAGLE heads and MTP layers."""
 
     @property
     def full(self) -> PreTrainedModel:
@@ -91,8 +92,8 @@ def load_model(
     _check_activations(options, config, device)
     _check_feature_draft(options, config)
     try:
-        if is_eagle_head(options):
-            return _load_eagle_head(options, config, device, report)
+        if options.mtp_target is not None or is_eagle_head(options):
+            return _load_head(options, config, device, report)
         return _load(options, config, device, share, report)
     except Exception as error:  # the files may contain anything
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {explain(error)}") from error
@@ -108,6 +109,8 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
         raise Int8RefusedError(f"the compiled pass, which cannot run this model: {reason}")
     if config.model_type in MIXTURES:
         raise Int8RefusedError("a dense model, because experts keep float32 activations")
+    if config.model_type in LATENT:
+        raise Int8RefusedError("a model without latent attention, which keeps float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
@@ -163,15 +166,21 @@ def _load(
     )
 
 
-def _load_eagle_head(
+def _load_head(
     options: EngineOptions, config: PreTrainedConfig, device: torch.device, report: Callable[[str], None]
 ) -> LoadedModel:
+    """Load an EAGLE head, or the MTP layer of a target."""
     assert options.target_model is not None
+    target = options.mtp_target
     if options.tensor_parallel > 1 or not options.fused:
-        raise UnsupportedModelError("EAGLE heads need the fused pass, on one rank")
-    tokenizer = load_tokenizer(options.target_model)
+        kind = "EAGLE heads" if target is None else "MTP layers"
+        raise UnsupportedModelError(f"{kind} need the fused pass, on one rank")
+    tokenizer = load_tokenizer(options.target_model, None if target is None else target.revision)
+    if target is not None:
+        download_weights(target, report)
     report("loading weights")
-    head = build_eagle_head(options, config, _resolve_dtype(options, config, device), device)
+    build = build_eagle_head if target is None else build_mtp_head
+    head = build(options, config, _resolve_dtype(options, config, device), device)
     return LoadedModel(
         options.model,
         head.model.eval(),

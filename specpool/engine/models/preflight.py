@@ -12,11 +12,12 @@ from pydantic import ByteSize
 
 from specpool.engine.config.architectures import DELTA_NETS, FEATURES, why_not_supported
 from specpool.engine.config.device_names import check_device_name
-from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
+from specpool.engine.config.options import MIN_MODEL_LEN, MTP, EngineOptions
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
 from specpool.engine.models.model_files import MAX_CONFIG_BYTES, find_file, read_config_file, read_json
+from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
 from specpool.engine.models.vision_language import text_part
 from specpool.protocol.worker_info import TRANSLATE, WorkerInfo, why_not_a_pair
 
@@ -57,7 +58,7 @@ def check_target(options: TargetOptions, names: Mapping[str, str] = OPTION_NAMES
     `names`: as in `check_options`.
     """
     check_options(options, names)
-    if FEATURES in _local_config(options):
+    if options.model == MTP or FEATURES in _local_config(options):
         raise InvalidOptionError("model", f"{options.model} is a draft that reads hidden states, not a target", names)
     if (draft := options.draft_options) is not None:
         check_options(draft, {**names, "model": "draft", "kv_memory": "draft_kv_memory"})
@@ -75,6 +76,8 @@ def check_pair(
 
     `names`: as in `check_options`. `translates`: whether a draft worker runs the draft. If so, tokenizers may differ.
     """
+    if draft.model == MTP:
+        return  # it is part of the target
     sizes, features = _local_config(target), _local_config(draft).get(FEATURES)
     if not translates:
         check_same_tokenizer(target, draft, TRANSLATE, names)
@@ -126,6 +129,8 @@ def _naming(option: str, names: Mapping[str, str]) -> Iterator[None]:
 
 def _read_config(options: EngineOptions) -> dict[str, Any] | None:
     """Return the configuration of a language model; None if it is not in a file of its own."""
+    if options.mtp_target is not None:
+        return _mtp_config(options.mtp_target)
     model = existing_model(options.model)
     if model is None:
         draft_weights()  # from which the pair will be created
@@ -142,6 +147,16 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     return config
+
+
+def _mtp_config(target: EngineOptions) -> dict[str, Any]:
+    """Return the configuration of a target's MTP layer. UnsupportedModelError: the target has none."""
+    config = _read_config(target)
+    if config is None:
+        raise UnsupportedModelError(f"mtp: {target.model} is a GGUF file; {MTP_FILES}")
+    if (reason := why_no_mtp(config.get)) is not None:
+        raise UnsupportedModelError(f"mtp: {reason}")
+    return {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 
 def _local_config(options: EngineOptions) -> dict[str, Any]:
@@ -165,7 +180,10 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
     positions = options.max_model_len or MIN_MODEL_LEN
     rank_heads = ceil(kv_heads / options.tensor_parallel)
     bytes_each = 4 if options.dtype == "float32" else 2
-    needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
+    latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
+    # A layer with latent attention may cache one vector instead of keys and values.
+    features = latent if _size(config, "kv_lora_rank") else 2 * rank_heads * head_dim
+    needed = layers * features * bytes_each * positions
     if limit < needed:
         sequence = f"sequence of {positions} positions, which needs at least {ByteSize(needed).human_readable()}"
         raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")
@@ -187,5 +205,6 @@ def _size(config: dict[str, Any], name: str) -> int:
 
 
 def _tokenizer_file(options: EngineOptions) -> Path | None:
+    options = options.mtp_target or options
     model = existing_model(options.model)
     return None if model is None else find_file(model, options.revision, TOKENIZER)

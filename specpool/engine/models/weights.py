@@ -124,23 +124,16 @@ def _read(
     # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
     # are cut on the host from mapped files, whose other parts are never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
-    arguments = {
-        **placement,
-        **arguments,
-        "dtype": dtype,
-        "output_loading_info": True,
-        "use_safetensors": True,  # checkpoints in pickle format can run code
-        "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
-    }
+    arguments = {**placement, **arguments, **loading_arguments(dtype)}
     packed, gguf = format_of(config), gguf_file_of(options.model)
     if gguf is not None:
         weights = gguf_weights(GgufFile(gguf), config)
-        return _read_lazily(options, config, weights, device, arguments)
+        return read_lazily(options, config, weights, device, arguments)
     if packed is not None:
         download_weights(options, lambda phase: None)
         if not (files := safetensors_files(options)):
             raise UnsupportedModelError(NO_SAFETENSORS)
-        return _read_lazily(options, without_quantization(config), packed_weights(files, packed), device, arguments)
+        return read_lazily(options, without_quantization(config), packed_weights(files, packed), device, arguments)
     loaded: Any = AutoModelForCausalLM.from_pretrained(**{**source_of(options.model, options.revision), **arguments})
     model, report = loaded
     return model.to(device), report
@@ -167,14 +160,28 @@ def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Mapping[str, LazyW
     return {name: weight for name, weight in weights.items() if name not in tied}
 
 
-def _read_lazily(
+def loading_arguments(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments with which transformers reads any model."""
+    return {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "use_safetensors": True,  # checkpoints in pickle format can run code
+        "ignore_mismatched_sizes": True,  # check_complete refuses them; transformers would only warn
+    }
+
+
+def read_lazily(
     options: EngineOptions,
     config: PreTrainedConfig,
     weights: Mapping[str, Any],
     device: torch.device,
     arguments: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a model. transformers asks for `weight[...]` tensor by tensor, which dequantizes one at a time."""
+    """Read a model from weights by name, and return its loading report.
+
+    transformers asks for `weight[...]` tensor by tensor, which dequantizes one at a time. `options`: of the model that
+    provides the generation configuration.
+    """
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM requires a folder
     lazy = {"config": config, "state_dict": dict(weights)}
     model, report = built.from_pretrained(None, **{**arguments, **lazy})

@@ -72,7 +72,7 @@ def attend(
     layer: int,
     query: torch.Tensor,  # [rows, heads, dim]
     key: torch.Tensor,  # [rows, kv_heads, dim]
-    value: torch.Tensor,  # [rows, kv_heads, dim]
+    value: torch.Tensor | None,  # [rows, kv_heads, dim]; None: keys are values, too
     scaling: float,
     kind: AttentionKind = FULL_ATTENTION,
 ) -> torch.Tensor:
@@ -80,7 +80,8 @@ def attend(
     arena, plan = batch.arena, batch.attention
     assert plan is not None
     arena.write(layer, plan.columns, key, value)
-    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling, kind) for call in plan.calls]
+    values = None if value is None else arena.values[layer]
+    results = [_attend(call, query, arena.keys[layer], values, scaling, kind) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 
 
@@ -88,7 +89,7 @@ def _attend(
     call: AttentionCall,
     query: torch.Tensor,
     keys: torch.Tensor,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     scaling: float,
     kind: AttentionKind,
 ) -> torch.Tensor:
@@ -99,7 +100,8 @@ def _attend(
     # Fold the query heads that share a KV head into its query rows, so no key is copied.
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
-    k, v = call.attended(keys), call.attended(values)
+    k = call.attended(keys)
+    v = k if values is None else call.attended(values)
     mask = call.visible(kind.window)
     if kind.sinks is None and kind.softcap is None:
         attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)

@@ -189,7 +189,14 @@ class Branch:
         start, token_ids = self.prefix_length + self.num_cached_tokens, self.token_ids[self.num_cached_tokens :]
         own_states = {0: slot.own_states[start]} if start in slot.own_states else None
         return Span(
-            slot.index, start, token_ids, self.num_logits, self.prefix_length, self.offset, own_states=own_states
+            slot.index,
+            start,
+            token_ids,
+            self.num_logits,
+            self.prefix_length,
+            self.offset,
+            num_tentative=len(token_ids),
+            own_states=own_states,
         )
 
     def rows(self, slot: Slot) -> SequenceRows:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,8 +20,10 @@ OFFSET_NORMS = GEMMA | DELTA_NETS
 SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"}
-FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | {"ministral", "seed_oss"}
+# Families that cache a latent vector instead of keys and values.
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"} | (LATENT - {"youtu"})
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | LATENT | {"ministral", "seed_oss"}
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
 """Activations of the fused pass, by their name in transformers."""
@@ -63,6 +65,30 @@ def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
         inputs=2 * keys * key_size + values * value_size,
         taps=sizes.linear_conv_kernel_dim,
         gates=2 * values,
+    )
+
+
+class LatentSizes(NamedTuple):
+    """Features that a layer with latent attention caches of a position."""
+
+    rank: int
+    """The latent vector, from which keys and values are computed."""
+    rotary: int
+    """The part of the key that rotates."""
+
+
+def latent_sizes(config: PreTrainedConfig) -> LatentSizes | None:
+    """Return what the fused pass caches of a position with latent attention; None if it caches keys and values."""
+    if config.model_type not in LATENT or not is_fusable(config):
+        return None
+    sizes: Any = config
+    return LatentSizes(sizes.kv_lora_rank, sizes.qk_rope_head_dim)
+
+
+def is_interleaved(config: PreTrainedConfig) -> bool:
+    """Return whether rotary pairs are adjacent features, instead of features half a head apart."""
+    return config.model_type in INTERLEAVED or (
+        config.model_type in LATENT and bool(getattr(config, "rope_interleave", True))
     )
 
 

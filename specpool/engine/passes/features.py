@@ -1,8 +1,8 @@
 """The input of feature drafts: hidden states of the target beside the embeddings of tokens.
 
-A token's input is fc(concat(state, embedding)). The first layer of an EAGLE-3 head reads both without `fc`. The state
-is that of the position before the token: the projected state of the target, or where the draft continues its own
-tokens, the draft's own state after its last layer. Missing states are zeros.
+A token's input is fc(concat(state, embedding)); MTP layers normalize both before `fc`. The first layer of an EAGLE-3
+head reads both without `fc`. The state is that of the position before the token: the projected state of the target, or
+where the draft continues its own tokens, the draft's own state after its last layer. Missing states are zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,24 @@ class FeatureEmbedding(nn.Module):
     """Embeds tokens whose states are missing, in place of a model's embedding."""
 
     def __init__(
-        self, embedding: Any, fc: Any, project: Any, state_norm: StateNorm | None = None, norms_output: bool = False
+        self,
+        embedding: Any,
+        fc: Any,
+        project: Any,
+        state_norm: StateNorm | None = None,
+        norms_output: bool = False,
+        input_norms: StateNorm | None = None,
     ) -> None:
         """`fc`: linear layer [hidden, 2 * hidden]; None: the first layer reads states and embeddings.
+
+        `input_norms`: norms of a state and an embedding before `fc`; None: they have none.
 
         `project`: linear layer [hidden, width] for states of the target, after `state_norm`; None: states are as wide
         as the draft. `norms_output`: the draft's own states are those after its final norm.
         """
         super().__init__()
         self.embedding, self.fc, self.project = embedding, fc, project
-        self.state_norm, self.norms_output = state_norm, norms_output
+        self.state_norm, self.norms_output, self.input_norms = state_norm, norms_output, input_norms
 
     @property
     def weight(self) -> Weight:

@@ -12,10 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import INTERLEAVED, OFFSET_NORMS, embedding_scale, recurrent_sizes, rotary_types
+from specpool.engine.passes.families import (
+    LATENT,
+    OFFSET_NORMS,
+    embedding_scale,
+    is_interleaved,
+    recurrent_sizes,
+    rotary_types,
+)
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
@@ -41,14 +49,15 @@ class FusedModel(ForwardPass):
         inner: Any = model.model
         embedding = inner.embed_tokens
         self.fc, self.state_norm, self.projection, self.norms_output = None, None, None, False  # of a feature draft
+        self.input_norms = None
         if isinstance(embedding, FeatureEmbedding):
             self.fc, self.state_norm, self.projection = embedding.fc, embedding.state_norm, embedding.project
+            self.input_norms = embedding.input_norms
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
         self.recurrent_sizes = recurrent_sizes(config)
         """Sizes of the recurrent layers; None if all layers attend."""
         self.eps: float = config.rms_norm_eps
-        self.head_dim: int = next(layer.self_attn.head_dim for layer in inner.layers if hasattr(layer, "self_attn"))
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
@@ -57,19 +66,27 @@ class FusedModel(ForwardPass):
         self.norm: Any = norm_weight(inner, "norm", config.model_type in OFFSET_NORMS)
         self.head: Any = model.lm_head
         like, rotary = torch.empty(0, dtype=model.dtype, device=model.device), inner.rotary_emb
-        self.rotaries = [RotaryTables(rotary, self.head_dim, like, kind) for kind in rotary_types(config)]
-        order = head_order(self.rotaries[0].angles, self.head_dim, config.model_type in INTERLEAVED)
+        is_latent = config.model_type in LATENT
+        attention = next(layer.self_attn for layer in inner.layers if hasattr(layer, "self_attn"))
+        rotary_dim = attention.qk_rope_head_dim if is_latent else attention.head_dim
+        self.rotaries = [RotaryTables(rotary, rotary_dim, like, kind) for kind in rotary_types(config)]
+        order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
         for index, layer in enumerate(inner.layers):
             recurrent = sum(isinstance(each, FusedDeltaNet) for each in self.layers)
             if hasattr(layer, "linear_attn"):
                 self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+            elif is_latent:
+                self.layers.append(FusedLatentLayer(layer, index, index - recurrent, config, order, group))
             else:
                 kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
                 self.layers.append(kind(layer, index, index - recurrent, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
-        self.kv_heads: int = next(layer.kv_heads for layer in self.layers if isinstance(layer, FusedLayer))
+        attending: Any = next(layer for layer in self.layers if not isinstance(layer, FusedDeltaNet))
+        self.kv_heads: int = attending.kv_heads
+        self.head_dim: int = attending.head_dim
+        """Features of a cached key."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -82,6 +99,12 @@ class FusedModel(ForwardPass):
         """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
+
+    @property
+    def uncompiled_layers(self) -> str | None:
+        """The kind of layers that only torch operations run yet; None if there are none."""
+        layers: list[Any] = list(self.layers)
+        return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
@@ -98,6 +121,10 @@ class FusedModel(ForwardPass):
         for layer in layers:
             layer.dequantize()
 
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes of the largest recurrent layer, in a pass of `rows` rows."""
+        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, FusedDeltaNet)), default=0)
+
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
         if self.state_norm is not None:
@@ -109,6 +136,7 @@ class FusedModel(ForwardPass):
         hidden = self.group.embed(self.dense_embedding, batch.input_ids) * self.embedding_scale  # [rows, hidden]
         if batch.input_states is not None:
             hidden = torch.cat([batch.input_states, hidden], -1)
+            hidden = hidden if self.input_norms is None else self.input_norms(hidden)
             hidden = hidden if self.fc is None else self.fc(hidden)
         tables = [rotary(batch.max_length) for rotary in self.rotaries]
         rotations = [(cos[batch.positions, None], sin[batch.positions, None]) for cos, sin in tables]

@@ -83,7 +83,7 @@ def choose_experts(
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = ranked.view(len(ranked), routing.groups, -1)
-        best = _top(groups.topk(2).values.sum(-1), routing.top_groups)
+        best = _top(groups.topk(routing.ranked_by).values.sum(-1), routing.top_groups)
         hidden = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, value=False)
         ranked = groups.masked_fill(hidden[..., None], -torch.inf).flatten(1)
     chosen = _top(ranked, routing.top_k)
@@ -102,13 +102,17 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _routing_of(router: Any) -> Routing:
+    method = getattr(router, "topk_method", None)  # of DeepSeek V2
+    has_groups = method != "greedy" and hasattr(router, "num_group")
+    groups, top_groups = (router.num_group, router.topk_group) if has_groups else (1, 1)
     return Routing(
         router.top_k,
         "sigmoid" if hasattr(router, "e_score_correction_bias") else "softmax",
-        getattr(router, "norm_topk_prob", True),
+        getattr(router, "norm_topk_prob", method is None),
         getattr(router, "routed_scaling_factor", 1.0),
-        getattr(router, "num_group", 1),
-        getattr(router, "topk_group", 1),
+        groups,
+        top_groups,
+        2 if method is None else 1,
     )
 
 

@@ -49,6 +49,8 @@ class Routing(NamedTuple):
     scale: float = 1.0
     """Factor of the weights."""
     groups: int = 1
-    """Number of groups of consecutive experts. The sum of a group's two highest scores ranks it."""
+    """Number of groups of consecutive experts."""
     top_groups: int = 1
     """Number of groups from which experts are chosen."""
+    ranked_by: int = 2
+    """Number of a group's highest scores whose sum ranks it: 1 or 2."""

@@ -42,7 +42,9 @@ class RotaryTables:
         """Both tables for a block of positions."""
         positions = torch.arange(first, first + BLOCK, device=self._like.device)
         layer_type = () if self._layer_type is None else (self._layer_type,)
-        cos, sin = self._rotary_embedding(self._like, positions[None], *layer_type)
+        tables = self._rotary_embedding(self._like, positions[None], *layer_type)
+        # DeepSeek V2 rotates complex numbers.
+        cos, sin = torch.view_as_real(tables).to(self._like).unbind(-1) if torch.is_tensor(tables) else tables
         angles = self.angles  # most families repeat each angle for both members of a pair
         unrotated = (BLOCK, self._head_dim // 2 - angles)
         cos = torch.cat([cos[0, :, :angles], torch.ones(unrotated).to(cos)], -1)

@@ -178,6 +178,12 @@ class Engine:
         return self.forward_pass.supports_branches and not self.layout.is_padded and self.facts.recurrent is None
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens that a sequence can reject: those that fit in a tail of recurrent layers."""
+        checkpoints = self.slots.checkpoints
+        return self.max_model_len if checkpoints is None else checkpoints.rows
+
+    @property
     def passes(self) -> int:
         """Forward passes so far, including those of a draft in progress."""
         return self._passes + (0 if self.draft_loop is None else self.draft_loop.passes_in_progress)

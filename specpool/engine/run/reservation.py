@@ -144,6 +144,7 @@ def reserve_cache(
             (options.max_sequences, longest // page_size),
             page_size,
             recurrent,
+            facts.latent_rank,
         )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
@@ -153,7 +154,7 @@ def reserve_cache(
     tables.assign = arena.assign
     checkpoints = None
     if recurrent is not None:
-        checkpoints = Checkpoints(options.max_sequences, entries, 0 if layout.is_padded else page_size, rows)
+        checkpoints = Checkpoints(options.max_sequences, entries, page_size, rows)
     slots = SlotTable(options.max_sequences, tables, facts.window, checkpoints)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
 

@@ -91,7 +91,7 @@ def start_engine(
     `limit_cache`: see `Engine`. `drafts`: prepare for drafting.
     """
     # The library's model cannot run once a forward pass has taken its weights.
-    facts, fingerprint = read_facts(loaded), fingerprint or weights_fingerprint(loaded)
+    facts, fingerprint = read_facts(loaded, options.fused), fingerprint or weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
     expected = library_logits(loaded, facts)
@@ -115,7 +115,7 @@ def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     loaded = load_model(options)
-    facts = read_facts(loaded)
+    facts = read_facts(loaded, options.fused)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
@@ -161,7 +161,7 @@ def _resume(
 ) -> Engine | None:
     """Build the engine and check it against `proof`; None if its compiled pass or its logits differ."""
     report(COMPILING)
-    facts = read_facts(loaded)
+    facts = read_facts(loaded, options.fused)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     if not isinstance(forward_pass, NativeModel) or forward_pass.library_digest != proof.library:
         return None

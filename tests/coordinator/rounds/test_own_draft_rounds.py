@@ -39,9 +39,10 @@ async def drafted_by(served: Serving, requests: int = 1, max_tokens: int = 150) 
     return drafted, after.rounds - before.rounds
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
-async def test_rounds_run_ahead_while_the_target_drafts(k: int) -> None:
-    target = RecordingTarget(draft=FakeOwnDraft(0.7))
+@pytest.mark.parametrize(("k", "is_recurrent"), [(0, False), (1, False), (2, False), (4, False), (4, True), (8, False)])
+async def test_rounds_run_ahead_while_the_target_drafts(k: int, is_recurrent: bool) -> None:
+    draft = FakeOwnDraft(0.7, is_recurrent=is_recurrent)
+    target = RecordingTarget(draft=draft, is_recurrent=is_recurrent)
     async with serving(target, with_draft=False) as served:
         await asyncio.gather(*(served.expect(make_request([i, 1], 60, k=k)) for i in range(4)))
         counters = (await served.until_idle()).counters
@@ -49,7 +50,7 @@ async def test_rounds_run_ahead_while_the_target_drafts(k: int) -> None:
     continued = [item for item in items if item.HasField("after_round_id")]
     assert len(continued) > len(items) / 2
     assert counters.completion_tokens == 240
-    assert counters.cache_misses == 0
+    assert counters.cache_misses == target.missing_states == draft.missing_states == 0
     asked = [item for item in continued if item.HasField("own_draft")]
     if not k:
         assert not asked

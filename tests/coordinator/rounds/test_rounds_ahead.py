@@ -21,14 +21,15 @@ def continuing(target: RecordingTarget) -> list[target_worker_pb2.VerifyItem]:
     return [item for request in target.requests for item in request.items if item.HasField("after_round_id")]
 
 
-async def test_plain_rounds_are_sent_ahead() -> None:
-    target = RecordingTarget()
+@pytest.mark.parametrize("is_recurrent", [False, True])
+async def test_plain_rounds_are_sent_ahead(is_recurrent: bool) -> None:
+    target = RecordingTarget(is_recurrent=is_recurrent)
     async with serving(target, with_draft=False) as served:
         await asyncio.gather(*(served.expect(make_request([i, 1], 50, k=0)) for i in range(4)))
         info = await served.until_idle()
     assert len(continuing(target)) > 100
     assert info.counters.completion_tokens == 200
-    assert info.counters.cache_misses == 0
+    assert info.counters.cache_misses == target.missing_states == 0
 
 
 async def test_a_stopped_sequence_drops_its_round_ahead() -> None:
@@ -88,24 +89,26 @@ class Unreliable(RecordingTarget):
 
 
 @pytest.mark.parametrize("fault", ["forget one", "refuse", "unavailable", "wrong round", "wrong length", "stale"])
-async def test_faults_cost_no_token(fault: str) -> None:
-    target = Unreliable(0.08, (fault,))
+@pytest.mark.parametrize("is_recurrent", [False, True])
+async def test_faults_cost_no_token(fault: str, is_recurrent: bool) -> None:
+    target = Unreliable(0.08, (fault,), is_recurrent=is_recurrent)
     async with serving(target, with_draft=False) as served:
         prompts = [[i, 3, 4] for i in range(6)]
         await asyncio.gather(*(served.expect(make_request(prompt, 40, k=0)) for prompt in prompts))
         await served.until_idle()
 
 
-async def test_branches_are_sent_before_the_outcome_is_known() -> None:
-    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS)
-    draft = RecordingDraft(target, acceptance=0.9)
+@pytest.mark.parametrize("is_recurrent", [False, True])
+async def test_branches_are_sent_before_the_outcome_is_known(is_recurrent: bool) -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: SLOW_PASS_SECONDS, is_recurrent=is_recurrent)
+    draft = RecordingDraft(target, acceptance=0.9, is_recurrent=is_recurrent)
     with branches_only():
         async with serving(target, draft, overlap="on") as served:
             await asyncio.gather(*(served.expect(make_request([i, 1], 40, k=3)) for i in range(3)))
             info = await served.until_idle()
     assert any(item.branches for item in continuing(target))
     assert info.counters.accepted_draft_tokens > 40
-    assert info.counters.cache_misses == 0
+    assert info.counters.cache_misses == target.missing_states == draft.missing_states == 0
 
 
 @pytest.mark.parametrize("fault", ["forget", "refuse", "wrong round"])

@@ -100,6 +100,55 @@ def test_pages_lost_with_a_cache_are_recorded_again() -> None:
     assert found(index) == (48, 48)
 
 
+# --- States of recurrent layers
+
+
+def commit_with_states(index: PrefixIndex, sequence: Sequence, cached: int, reusable: int) -> None:
+    sequence.target.commit(cached, reusable)
+    index.commit(sequence)
+
+
+def test_a_prefix_ends_where_the_target_kept_states() -> None:
+    index, prompt = PrefixIndex(PAGE_SIZE), tuple(range(6 * PAGE_SIZE))
+    sequence = make(1, prompt)
+    index.add(sequence)
+    commit_with_states(index, sequence, 40, 0)
+    assert found(index, prompt) == (0, 80)
+    commit_with_states(index, sequence, 64, 32)
+    commit_with_states(index, sequence, 96, 80)
+    assert found(index, prompt) == (80, 80)
+    assert found(index, prompt[:80]) == (32, 64)
+    assert found(index, prompt[:32]) == (0, 16)
+    index.check_integrity({1})
+
+
+def test_states_and_pages_are_evicted_one_by_one() -> None:
+    index, prompt = PrefixIndex(PAGE_SIZE), tuple(range(3 * PAGE_SIZE))
+    sequence = make(1, prompt)
+    index.add(sequence)
+    commit_with_states(index, sequence, 16, 16)
+    commit_with_states(index, sequence, 48, 32)
+    last = sequence.page_digests(PAGE_SIZE, 32)[-1:]
+    index.evict(last)
+    assert found(index, prompt) == (16, 32), "the page may still be cached"
+    index.evict(last)
+    assert found(index, prompt) == (16, 16)
+    index.check_integrity({1})
+
+
+@pytest.mark.parametrize("how", ["mispredicted", "clear"])
+def test_states_can_be_forgotten_together(how: str) -> None:
+    index, prompt = PrefixIndex(PAGE_SIZE), tuple(range(3 * PAGE_SIZE))
+    sequence = make(1, prompt)
+    index.add(sequence)
+    commit_with_states(index, sequence, 48, 32)
+    if how == "clear":
+        index.clear()
+    else:
+        index.mispredicted(sequence)
+    assert found(index, prompt) == (0, 0 if how == "clear" else 32)
+
+
 # --- Waiting
 
 
@@ -179,5 +228,12 @@ def test_memory_is_bounded_by_the_pages_of_the_target() -> None:
     index = PrefixIndex(PAGE_SIZE, max_pages=8)
     for i in range(500):
         index.discard(running(index, i, (i, *SHARED), cached=48, client=str(i % 50)))
+    assert len(index) == 8
+    for i in range(20):
+        sequence = make(i, (i, *SHARED))
+        index.add(sequence)
+        commit_with_states(index, sequence, 48, 48)
+        index.discard(sequence)
+    index.check_integrity(set())
     assert len(index) == 8
     assert (index._members, index._prefilling) == ({}, {})

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from specpool.cli.preflight import check_services
 from specpool.cli.processes import ProcessFailedError, Service
-from specpool.cli.up import services_of
+from specpool.cli.up import models_of, services_of
 from specpool.cli.up_http import http_services
 from specpool.cli.up_security import SecureUpSettings
 from specpool.cli.up_settings import UpSettings
+from specpool.engine.config.target_options import TargetOptions
 from specpool.rpc.ports import free_port
 
 
@@ -41,6 +42,17 @@ def test_drafts_know_their_target() -> None:
     target, draft = worker_flags()
     assert draft["--target-model"] == target["--model"] == "a"
     assert "--target-model" not in target
+
+
+def test_mtp_layers_come_from_the_revision_of_the_target() -> None:
+    settings = UpSettings(target="a/b", target_revision="0123abc", draft="mtp", separate=True)
+    target, draft, _ = services_of(settings, *models_of(settings))
+    expected = {"model": "mtp", "target_model": "a/b", "revision": "0123abc"}
+    assert {name: draft.settings[name] for name in expected} == expected
+    carried = TargetOptions(model="a/b", revision="0123abc", draft="mtp").draft_options
+    assert carried is not None
+    assert {name: getattr(carried, name) for name in expected} == expected
+    assert "draft" not in target.settings
 
 
 @pytest.mark.parametrize(
@@ -112,6 +124,11 @@ def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: i
             "give --draft-kv-memory or --draft-memory-limit, not both",
         ),
         (["--drafts", "2", "--target", "a"], "--drafts needs a draft"),
+        (["--target", "mtp"], "target: mtp is a draft"),
+        (
+            ["--target", "a", "--draft", "mtp", "--draft-revision", "b"],
+            "--draft-revision needs a draft from the hub",
+        ),
         (["--draft-canary", "b", "--draft", "none"], "--draft-canary needs a draft"),
         (["--draft-share", "canary=1"], "--draft-share needs --draft-canary"),
         (["--draft-canary", "b", "--draft-share", "new=1"], "draft-share: the drafts are named current and canary"),

@@ -19,6 +19,7 @@ from eagle_heads import HIDDEN, save_eagle_head
 from feature_drafts import save_pair_draft
 from hypothesis import given
 from hypothesis import strategies as st
+from mtp_models import make_alike, save_mtp_target
 from tiny_models import load_engine, save_model
 from tiny_pair import tiny_config
 from worker_service import DRAFT, TARGET, serving
@@ -174,6 +175,17 @@ def test_eagle_heads_can_be_planned(
     assert 0 <= draft["agreement"] < 1
     wide = save_model(tmp_path / "wide", tiny_config(num_hidden_layers=8))
     assert "draft: " in refusal(*SMALL, "--target", str(wide), "--draft", str(head))
+
+
+def test_mtp_layers_can_be_planned(run: Any, passes_take: Any, refusal: Refusal, tmp_path: Path, capsys: Any) -> None:
+    passes_take(lambda rows: 0.01 + 0.0001 * rows)
+    target = save_mtp_target(tmp_path, "glm4_moe", max_position_embeddings=512)
+    make_alike(target)
+    run(*SMALL, "--batches", "1", "--target", str(target), "--draft", "mtp")
+    (draft,) = json.loads(capsys.readouterr().out)["drafts"]
+    assert 0 < draft["agreement"] < 1
+    other = save_model(tmp_path / "other", tiny_config())
+    assert "draft: mtp: MTP layers are supported for " in refusal(*SMALL, "--target", str(other), "--draft", "mtp")
 
 
 PAIR = ["--target", "TARGET", "--draft", "DRAFT"]

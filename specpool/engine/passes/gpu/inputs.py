@@ -32,12 +32,13 @@ class GpuEmbedding(nn.Module):
         first: Any = fused.layers[0]
         self.group, self.weight, self.eps = fused.group, fused.dense_embedding, fused.eps
         self.scale = fused.embedding_scale
-        self.reads_states, self.norms, self.norms_residual = fused.state_size > 0, None, False
+        self.reads_states, self.residual = fused.state_size > 0, "zeros"
+        self.norms = None if fused.input_norms is None else fused.input_norms.weight
         self.fc: Gemm | None = None
         if fused.fc is not None:
             self.fc, self.bias = Gemm(fused.fc.weight), fused.fc.bias
         elif isinstance(first, JoiningLayer):
-            self.norms, self.norms_residual = first.norms.weight, first.norms_residual
+            self.norms, self.residual = first.norms.weight, "normed" if first.norms_residual else "states"
 
     def forward(self, batch: PackedBatch) -> Inputs:
         """The input of the first layer. With `batch.logits_in_order`, `hidden` is the memory of the own states."""
@@ -49,8 +50,7 @@ class GpuEmbedding(nn.Module):
         if hidden is None:
             hidden = torch.empty_like(batch.input_states)
         joined = join(
-            batch.input_ids, self.weight, self.scale, batch.input_states, self.norms, hidden, self.norms_residual,
-            self.eps,
+            batch.input_ids, self.weight, self.scale, batch.input_states, self.norms, hidden, self.residual, self.eps,
         )  # fmt: skip
         if self.fc is None:
             return Inputs(hidden, None, joined)
@@ -64,18 +64,18 @@ def join(
     states: torch.Tensor,  # [rows, hidden]
     norms: torch.Tensor | None,  # [2, hidden] weights of the norms of states and embeddings
     residual: torch.Tensor,  # output, [rows, hidden]; may be `states`
-    norms_residual: bool,
+    kind: str,
     eps: float,
 ) -> torch.Tensor:
     """Concatenate the states and scaled embeddings of rows, [rows, 2 * hidden], normalized with `norms` if given.
 
-    `residual` gets zeros without norms, normalized states with `norms_residual`, and otherwise the states.
+    `kind`: what `residual` gets: "zeros", the "states", or the "normed" states.
     """
     rows, size = states.shape
     joined = torch.empty(rows, 2 * size, dtype=states.dtype, device=states.device)
     _join_states[(rows, 2)](
         token_ids, embedding, states, joined if norms is None else norms, residual, joined, eps,
-        SIZE=size, WIDTH=power_of_two(size), SCALE=scale, NORMED=norms is not None, NORMS_RESIDUAL=norms_residual,
+        SIZE=size, WIDTH=power_of_two(size), SCALE=scale, NORMED=norms is not None, RESIDUAL=kind,
         **launch_options(states.device), num_warps=warps_of(size),
     )  # fmt: skip
     return joined
@@ -87,7 +87,7 @@ if triton is not None:
     def _join_states(
         token_ids, embedding, states, norms, residual, joined, eps,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr,
-        NORMS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+        RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """Store the state of a row, or its embedding."""
         row, embeds, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
@@ -108,9 +108,9 @@ if triton is not None:
             result = normalized(x.to(tl.float32), factors, eps, SIZE).to(joined.dtype.element_ty)
         tl.store(joined + (2 * row + embeds) * SIZE + feature, result, mask=mask)
         if embeds == 0:
-            if not NORMED:
+            if RESIDUAL == "zeros":
                 kept = tl.zeros_like(x)
-            elif NORMS_RESIDUAL:
+            elif RESIDUAL == "normed":
                 kept = result
             else:
                 kept = x

@@ -43,6 +43,8 @@ def try_kernels(fused: FusedModel) -> None:
     """Run one row through a layer of each kind, on all ranks at once. Raise if the kernels cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
+    if fused.uncompiled_layers is not None:
+        raise RuntimeError(f"no kernels for {fused.uncompiled_layers}")
     weight, kv_heads, rows = fused.dense_embedding, fused.kv_heads, 1
     columns = page_size_of(weight.device)
     arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)

@@ -4,13 +4,14 @@
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
 
-   Layers attend or are gated delta nets (delta_net.h).
+   Layers attend, perhaps to latent vectors (latent.h), or are gated delta nets (delta_net.h).
 
-   Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights) and
-   ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits).
+   Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights),
+   ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits) and RANK (features of a latent vector;
+   0: attention is not latent).
    decoder.py mirrors the structs. */
 
-#include "experts.h"
+#include "latent.h"
 
 /* --- The stages of a pass. `forward` runs them all; the ranks of a sharded model exchange results in between. Each stage
    is compiled once, so both give the same bits. */
@@ -27,6 +28,7 @@ static int64_t projected_stride(const Layer *layer) {
 }
 
 static int64_t attended_stride(const Model *model, const Layer *layer) {
+    if (layer->key_ups.panels) return layer->out.inputs;
     if (layer->inputs.panels) return model->delta.value_heads * model->delta.value_size;
     return HEADS(model) * HEAD_DIM;
 }
@@ -63,12 +65,13 @@ int64_t workspace_floats(const Model *model, int64_t rows) {
     int64_t per_row = 2 * model->hidden + max_projected(model) + max_attended(model) + layer->out.outputs +
                       3 * model->intermediate + joined_stride(model);
     Mixture mixture;
-    int64_t of_experts = lay_out_mixture(&mixture, model, rows, 0, 0) - (float *)0;
-    return rows * per_row + rounded_floats(model, rows) + of_experts;
+    Latent latent;
+    float *end = lay_out_latent(&latent, model, 0, rows, 0, lay_out_mixture(&mixture, model, rows, 0, 0));
+    return rows * per_row + rounded_floats(model, rows) + (end - (float *)0);
 }
 
-/* `mixture`: set to the activations of experts. */
-static Activations lay_out(const Model *model, const Batch *batch, Mixture *mixture) {
+/* `mixture`, `latent`: set to the activations of experts and of latent attention. */
+static Activations lay_out(const Model *model, const Batch *batch, Mixture *mixture, Latent *latent) {
     const Layer *layer = model->layers;
     Activations acts;
     acts.hidden = batch->workspace;
@@ -81,13 +84,15 @@ static Activations lay_out(const Model *model, const Batch *batch, Mixture *mixt
     acts.joined = acts.gated + batch->rows * model->intermediate;
     acts.rounded = (RoundedPart *)(acts.joined + batch->rows * joined_stride(model));
     float *end = (float *)acts.rounded + rounded_floats(model, batch->rows);
-    acts.scores = lay_out_mixture(mixture, model, batch->rows, acts.normed, end);
+    end = lay_out_mixture(mixture, model, batch->rows, acts.normed, end);
+    acts.scores = latent->scores = lay_out_latent(latent, model, batch, batch->rows, acts.heads, end);
     return acts;
 }
 
 Activations activations_of(const Model *model, const Batch *batch) {
     Mixture mixture;
-    return lay_out(model, batch, &mixture);
+    Latent latent;
+    return lay_out(model, batch, &mixture, &latent);
 }
 
 /* Arguments of all stages. `branch`: what to add to the hidden states, rows of `stride` floats. */
@@ -99,11 +104,12 @@ typedef struct {
     int64_t stride;
     Mixture mixture;
     Recurrence recurrence;
+    Latent latent;
 } Pass;
 
 static Pass pass_of(const Model *model, const Batch *batch) {
     Pass pass = {.model = model, .batch = batch, .stride = model->layers->out.outputs};
-    pass.acts = lay_out(model, batch, &pass.mixture);
+    pass.acts = lay_out(model, batch, &pass.mixture, &pass.latent);
     pass.branch = pass.acts.branch;
     pass.recurrence = (Recurrence){model, batch, pass.acts.heads, pass.acts.attended};
     return pass;
@@ -156,6 +162,9 @@ static ONE_COPY void join(const Stage *stage, int64_t row, int64_t end) {
         float *joined = pass->acts.joined + row * 2 * hidden;
         memcpy(joined, pass->batch->input_states + row * hidden, hidden * sizeof(float));
         embed_row(pass, row, joined + hidden);
+        const float *norms = pass->model->input_norms;
+        for (int64_t part = 0; norms && part < 2 * hidden; part += hidden)
+            rms_norm(joined + part, norms + part, hidden, pass->model->eps, joined + part);
         round_input(pass, joined, 2 * hidden, row, stage->units);
     }
 }
@@ -216,9 +225,12 @@ static void normalize_results(const Stage *stage, int64_t result, int64_t end) {
     int64_t hidden = pass->model->hidden;
     for (; result < end; result++) {
         int64_t row = batch->result_rows[result];
-        if (batch->own_states)
-            memcpy(batch->own_states + result * hidden, pass->acts.hidden + row * hidden, hidden * sizeof(float));
         normalize(pass, row, pass->model->norm, result, stage->units);
+        if (batch->own_states) {
+            const Activations *acts = &pass->acts;
+            const float *own = pass->model->norms_output ? acts->normed + result * hidden : acts->hidden + row * hidden;
+            memcpy(batch->own_states + result * hidden, own, hidden * sizeof(float));
+        }
     }
 }
 
@@ -255,7 +267,7 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         const float *queries = pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM;
         attend(queries, layer->keys + first,
                layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
-               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin);
+               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin, HEAD_DIM);
         if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, pass->acts.attended + begin);
         if (ROUNDS_HEADS)
             round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
@@ -321,9 +333,24 @@ static Stage *recur_stages(Stage *to, const Pass *pass, const Layer *layer) {
     return to;
 }
 
+/* Stages of latent attention over normalized rows. Result: `attended`. */
+static Stage *latent_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    const Latent *latent = &pass->latent;
+    int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads, threads = pass->batch->threads;
+    *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
+    *to++ = (Stage){cache_latent, rows, 1, threads, ROWS, latent, layer};
+    *to++ = pass_gemm(&layer->query_up, pass, rows, latent->query_latent, latent->projected);
+    *to++ = (Stage){place_projected, layer->query_up.panels ? rows : 0, 1, threads, ROWS, latent, layer};
+    *to++ = (Stage){absorb, layer->key_ups.outputs / PANEL, 1, threads, GEMM, latent, layer, latent->plain, latent->queries};
+    *to++ = (Stage){attend_latent, tasks, 1, tasks, ATTENTION, latent, layer};
+    *to++ = (Stage){expand, layer->value_ups.outputs / PANEL, 1, threads, GEMM, latent, layer, latent->attended, pass->acts.attended};
+    return to;
+}
+
 /* Stages of a layer up to attention or the recurrence over normalized rows. Result: `attended`. */
-#define ATTEND_STAGES 4
+#define ATTEND_STAGES 7
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    if (RANK) return latent_stages(to, pass, layer);
     if (layer->inputs.panels) return recur_stages(to, pass, layer);
     int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads;
     *to++ = pass_gemm(&layer->query_key_value, pass, rows, pass->acts.normed, pass->acts.heads);

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
-LINEARS = ("qkv", "inputs", "out", "gate_up", "down", "router", "gate_ups", "downs")
-NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
+LINEARS = ("qkv", "inputs", "query_up", "key_ups", "value_ups", "out", "gate_up", "down", "router", "gate_ups", "downs")
+NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms", "query_norm", "latent_norm")
 DELTA_NUMBERS = ("taps", "rate", "dt_bias", "gate_norm")
 
 
@@ -44,7 +44,8 @@ class Routing(Structure):
     """How layers choose experts."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "is_sigmoid", "renormalizes")),
+        *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "ranked_by")),
+        *((name, c_int64) for name in ("is_sigmoid", "renormalizes")),
         ("size", c_int64),
         ("scale", c_float),
     )
@@ -64,6 +65,12 @@ class DeltaSizes(Structure):
     )
 
 
+class LatentSizes(Structure):
+    """Sizes of heads with latent attention."""
+
+    _fields_ = (*((name, c_int64) for name in ("key_dim", "rotary_dim", "value_dim")), ("eps", c_float))
+
+
 class Rotary(Structure):
     """Rotary tables."""
 
@@ -79,7 +86,8 @@ class Model(Structure):
         ("tables", c_void_p),
         *((name, c_int64) for name in ("table_size", "page_size")),
         ("rotaries", POINTER(Rotary)),
-        ("norm", c_void_p),
+        *((name, c_void_p) for name in ("norm", "input_norms")),
+        ("norms_output", c_int64),
         ("embedding", Linear),
         ("head", Linear),
         ("fc", Linear),
@@ -90,6 +98,7 @@ class Model(Structure):
         ("routing", Routing),
         ("activation", Activation),
         ("delta", DeltaSizes),
+        ("latent", LatentSizes),
     )
 
 
@@ -123,7 +132,7 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "experts.h", "delta_net.h", "rows.h")),
+    *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "delta_net.h", "rows.h")),
     *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,
@@ -131,16 +140,17 @@ SOURCES = (
 
 
 def compile_decoder(
-    head_dim: int, groups: int, kinds: Collection[str], rounded: bool = False, measured: bool = False
+    head_dim: int, groups: int, kinds: Collection[str], rank: int = 0, rounded: bool = False, measured: bool = False
 ) -> CDLL | None:
     """Compile the library for this head size and `groups` query heads per KV head; None if this machine cannot.
 
-    `kinds`: of the weights, named as in panels.h. `rounded`: quantized kinds take activations rounded to 8 bits.
-    `measured`: measure the time of the stages.
+    `rank`: features of a latent vector; 0: attention is not latent. `kinds`: of the weights, named as in panels.h.
+    `rounded`: quantized kinds take activations rounded to 8 bits. `measured`: measure the time of the stages.
     """
     macros = (
         f"-DHEAD_DIM={head_dim}",
         f"-DGROUPS={groups}",
+        f"-DRANK={rank}",
         "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds)),
         *(["-DROUND_ACTIVATIONS=1"] if rounded else []),
         *(["-DMEASURED"] if measured else []),

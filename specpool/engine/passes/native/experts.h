@@ -89,7 +89,7 @@ static void take_other_groups(const Routing *routing, const float *ranked, uint8
             if (*x > first) second = first, first = *x;
             else if (*x > second) second = *x;
         }
-        sums[g] = first + second;
+        sums[g] = routing->ranked_by == 1 ? first : first + second;
     }
     for (int64_t i = 0; i < routing->top_groups; i++) take_highest(sums, groups, is_best);
     for (int64_t i = 0; i < routing->experts; i++) taken[i] = !is_best[i / size];

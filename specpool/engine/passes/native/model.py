@@ -18,6 +18,7 @@ from specpool.engine.native.compiler import compiler_problem
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer
 from specpool.engine.passes.native.decoder import (
     LINEARS,
@@ -47,6 +48,9 @@ from specpool.engine.passes.native.shapes import (
     delta_sizes_of,
     gemm_inputs_of,
     largest_intermediate,
+    latent_floats,
+    latent_sizes_of,
+    query_groups,
     routing_of,
     shape_problem,
 )
@@ -84,7 +88,8 @@ class NativeModel(ForwardPass):
         self._activations = activations
         first = next(attention_layers(fused))
         activation = first.mlp.activation
-        self._groups, self._compile = first.heads // first.kv_heads, compiler
+        self._groups, self._compile = query_groups(first), compiler
+        self._latent_floats = latent_floats(first)
         self.kinds: Mapping[str, int] = panels.kinds
         """Bytes of GEMM weights by kind, as named in panels.h."""
         library = compiler()
@@ -107,9 +112,11 @@ class NativeModel(ForwardPass):
             num_layers=len(fused.layers),
             hidden=fused.norm.numel(),
             intermediate=largest_intermediate(fused),
-            kv_heads=first.kv_heads,
+            kv_heads=first.heads // self._groups,
             rotaries=(Rotary * len(fused.rotaries))(),  # the struct keeps the array alive
             norm=self._packed.numbers(fused.norm),
+            input_norms=self._packed.numbers(None if fused.input_norms is None else fused.input_norms.weight),
+            norms_output=fused.norms_output,
             embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
             head=head,
             eps=fused.eps,
@@ -121,10 +128,11 @@ class NativeModel(ForwardPass):
                 activation.function == "gelu_tanh", activation.alpha, activation.limit or inf, activation.shift
             ),
             delta=delta_sizes_of(fused),
+            latent=latent_sizes_of(first),
         )
         if fused.fc is not None:
             self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
-        self._projection = None
+        self._state_norm, self._projection = fused.state_norm, None
         if fused.projection is not None:
             self._projection = self._packed.linear(panels.projection, fused.projection.bias, NEVER)
         del first  # packing releases each layer
@@ -142,6 +150,8 @@ class NativeModel(ForwardPass):
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        if self._state_norm is not None:
+            states = self._state_norm(states)
         if self._projection is None:
             return states
         return self._gemm(self._projection, states.contiguous())[:, : self.state_size]
@@ -153,9 +163,9 @@ class NativeModel(ForwardPass):
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     def scratch_bytes(self, rows: int, length: int) -> int:
-        """Scratch bytes, beyond activations, of a pass of `rows` rows: gates and ups of the chosen experts."""
+        """Scratch bytes, beyond activations, of a pass of `rows` rows: of the chosen experts and latent attention."""
         routing = self._model.routing
-        floats: int = 3 * routing.size * routing.top_k * rows
+        floats: int = (3 * routing.size * routing.top_k + self._latent_floats) * rows
         return floats * torch.float32.itemsize
 
     @property
@@ -259,7 +269,7 @@ class NativeModel(ForwardPass):
         if arena is not self._arena:
             self._arena, self._model.columns, self._model.page_size = arena, arena.keys[0].shape[1], arena.page_size
             self._model.tables, self._model.table_size = arena.tables.data_ptr(), arena.tables.shape[1]
-            attending = [layer for layer in self._layers if not layer.inputs.panels]
+            attending = [layer for layer in self._layers if not layer.taps]
             for layer, keys, values in zip(attending, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
             if arena.recurrent is not None:
@@ -269,7 +279,7 @@ class NativeModel(ForwardPass):
         self._model.delta.tail_rows = recurrent.rows
         tensors = recurrent.states, recurrent.edges, recurrent.inputs, recurrent.gates
         for layer, of_layer in zip(
-            (layer for layer in self._layers if layer.inputs.panels), zip(*tensors, strict=True), strict=True
+            (layer for layer in self._layers if layer.taps), zip(*tensors, strict=True), strict=True
         ):
             layer.states, layer.edges, layer.tail_inputs, layer.tail_gates = (each.data_ptr() for each in of_layer)
 
@@ -319,15 +329,16 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel], activations: 
         _refuse_int8(activations, problem)
         return None
     first = next(attention_layers(fused))
-    head_dim, groups = first.head_dim, first.heads // first.kv_heads
+    head_dim, groups = first.head_dim, query_groups(first)
+    rank = first.rank if isinstance(first, FusedLatentLayer) else 0
     del first  # packing releases each layer
     panels = panels_of(fused)
     notes: list[str] = []
-    if routing_of(fused).experts:  # int8 is refused before weights are read
+    if routing_of(fused).experts or rank:  # int8 is refused before weights are read
         activations = "float32"
     resolved = resolve_activations(activations, gemm_kinds(panels), fused.group, notes.append)
     kinds = frozenset({FLOAT32, *panels.kinds})
-    compiler = partial(compile_decoder, head_dim, groups, kinds, rounded=resolved == "int8")
+    compiler = partial(compile_decoder, head_dim, groups, kinds, rank, rounded=resolved == "int8")
     if compiler() is None:
         _refuse_int8(activations, *(compiler_problem() or ["failed to compile (see the warning above)"]))
         return None

@@ -8,8 +8,11 @@ enum { GEMM, ATTENTION, ROWS };
 /* Minimum number of rows that a thread claims: moving fewer to another core takes longer than computing them. */
 #define ROW_GRAIN 4
 
+/* Features of a value, which are HEAD_DIM positions apart in the cache. */
+#define VALUE_DIM (RANK ? RANK : HEAD_DIM)
+
 /* Vectors of a head that are accumulated together, for all query heads of a KV head. */
-#define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / WIDE ? SUMS / GROUPS : HEAD_DIM / WIDE)
+#define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < VALUE_DIM / WIDE ? SUMS / GROUPS : VALUE_DIM / WIDE)
 
 /* Cached positions to prefetch ahead of the current one, and floats of a cache line. */
 #define PREFETCHED 32
@@ -18,6 +21,7 @@ enum { GEMM, ATTENTION, ROWS };
 /* How layers choose experts, and the weights of their outputs. */
 typedef struct {
     int64_t experts, top_k, groups, top_groups; /* no experts: all layers are dense */
+    int64_t ranked_by; /* number of a group's highest scores whose sum ranks it: 1 or 2 */
     int64_t is_sigmoid, renormalizes;
     int64_t size; /* intermediate size of an expert */
     float scale;
@@ -39,14 +43,21 @@ typedef struct {
     int64_t first_row, rows, start, read, read_position, read_tail, write, write_position, write_tail;
 } Segment;
 
-/* Tables [positions, HEAD_DIM]. Sines of the first half of a head are negated. */
+/* Sizes of heads with latent attention before absorption, and the epsilon of norms of latent vectors. */
+typedef struct {
+    int64_t key_dim, rotary_dim, value_dim; /* `key_dim`: without the rotary part */
+    float eps;
+} LatentSizes;
+
+/* Tables [positions, HEAD_DIM], or [positions, rotary_dim] with latent attention. Sines of the first half of a head are negated. */
 typedef struct {
     const float *cosines, *sines;
 } Rotary;
 
 typedef struct {
     Linear query_key_value;          /* gates of the heads follow, if the layer is gated */
-    Linear inputs;                   /* of a delta net: see FusedDeltaNet; without panels if the layer attends */
+    Linear inputs;                   /* of a delta net or latent attention, in place of query_key_value */
+    Linear query_up, key_ups, value_ups; /* of latent attention; query_up has no panels if `inputs` has the queries */
     Linear out;
     Linear gate_up, down;            /* of the MLP for all rows; without panels if all are experts */
     Linear router, gate_ups, downs;  /* of the experts, whose outputs follow each other; without panels if there are none */
@@ -55,6 +66,7 @@ typedef struct {
     const float *before_attention, *before_mlp; /* norm weights, [hidden] */
     const float *after_attention, *after_mlp;   /* norm weights, [hidden], or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
+    const float *query_norm, *latent_norm;      /* of latent vectors, [inputs of query_up] and [RANK] */
     const float *sinks;                         /* [heads], or null */
     int64_t window;                             /* visible positions of a row, its own included; 0: all */
     int64_t rotary;                             /* index of the rotary tables */
@@ -74,6 +86,8 @@ typedef struct {
     int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
     const Rotary *rotaries;
     const float *norm;
+    const float *input_norms; /* [2, hidden] weights of the norms of a state and an embedding before `fc`, or null */
+    int64_t norms_output;     /* whether own states are those after the norm */
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
     Linear fc;              /* [hidden, 2 * hidden], for a state and an embedding; without panels: reads no states */
     float eps, scaling;
@@ -81,6 +95,7 @@ typedef struct {
     Routing routing;
     Activation activation;
     DeltaSizes delta;
+    LatentSizes latent;
 } Model;
 
 typedef struct {
@@ -92,7 +107,7 @@ typedef struct {
     int64_t scores; /* length of a query head's scores, in each thread: a multiple of LANES */
     float *logits;  /* [results, head.outputs] */
     const float *input_states; /* [rows, hidden], if the model has an fc */
-    float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
+    float *own_states;         /* [results, hidden]: the hidden states of the result rows, or null */
     int64_t num_state_layers;
     const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
     uint16_t *states;            /* bfloat16 [rows, num_state_layers, hidden] */
@@ -120,11 +135,11 @@ static void rms_norm(const float *x, const float *weight, int64_t size, float ep
     for (int64_t i = 0; i < size; i += WIDE) put(out + i, 0, at(x + i, 0) * scale * at(weight + i, 0));
 }
 
-static void rotate(const float *cosines, const float *sines, float *head) {
-    for (int i = 0; i < HEAD_DIM / 2; i++) {
-        float first = head[i], second = head[i + HEAD_DIM / 2];
+static INLINE void rotate(const float *cosines, const float *sines, int64_t size, float *head) {
+    for (int64_t i = 0; i < size / 2; i++) {
+        float first = head[i], second = head[i + size / 2];
         head[i] = first * cosines[i] + second * sines[i];
-        head[i + HEAD_DIM / 2] = second * cosines[i + HEAD_DIM / 2] + first * sines[i + HEAD_DIM / 2];
+        head[i + size / 2] = second * cosines[i + size / 2] + first * sines[i + size / 2];
     }
 }
 
@@ -173,7 +188,7 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     for (int64_t h = 0; h < rotated; h++) {
         float *head = heads + h * HEAD_DIM;
         if (layer->head_norms) rms_norm(head, layer->head_norms + h * HEAD_DIM, HEAD_DIM, model->eps, head);
-        rotate(rotary->cosines + position, rotary->sines + position, head);
+        rotate(rotary->cosines + position, rotary->sines + position, HEAD_DIM, head);
     }
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
     const Places places = places_of(model, layer, batch, row);
@@ -234,10 +249,10 @@ static INLINE void add_values(int width, wide sums[GROUPS][WIDTH], const float *
 }
 
 /* The mean of the values of all positions, weighted by their scores, for `width` vectors of a head. `after`: address to
-   prefetch after the values. */
+   prefetch after the values. `apart`: distance between the results of two query heads. */
 static INLINE void weighted_mean(int width, const float *values, const Places *places, const int32_t *blocks,
                                  int64_t number, const float *scores, int64_t stride, const float *total,
-                                 const float *after, float *out) {
+                                 const float *after, float *out, int64_t apart) {
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
@@ -252,7 +267,7 @@ static INLINE void weighted_mean(int width, const float *values, const Places *p
                 add_values(width, sums, values + column_of(places, k) * HEAD_DIM, 1, scores + k, stride, fetched);
     }
     for (int g = 0; g < GROUPS; g++)
-        for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
+        for (int v = 0; v < width; v++) put(out + g * apart, v, sums[g][v] / total[g]);
 }
 
 /* Scores of `count` <= LANES positions from `i` on, whose columns are not contiguous. */
@@ -293,10 +308,10 @@ static INLINE float weigh(float *weights, int64_t begin, int64_t first, int64_t 
 
 /* Attention of the query heads of one KV head over the visible positions. `keys`, `values`: of the head. `sinks`: of the
    query heads, or null. `scores`: [GROUPS, stride] floats. `blocks`: of the positions. `after`: the keys that this thread
-   probably reads next. */
+   probably reads next. `apart`: distance between the results of two query heads. */
 static void attend(const float *query, const float *keys, const float *values, const Places *places,
                    const int32_t *blocks, int64_t number, float scaling, float softcap, const float *sinks, float *scores,
-                   int64_t stride, const float *after, float *out) {
+                   int64_t stride, const float *after, float *out, int64_t apart) {
     int64_t count = places->count, begin = places->first / LANES;
     for (int64_t b = begin; b < number; b++) {
         const float *fetched = prefetch_at(keys, blocks, b, number, values);
@@ -318,11 +333,11 @@ static void attend(const float *query, const float *keys, const float *values, c
         total[g] = weigh(scores + g * stride, begin * LANES, places->first, count, number * LANES, softcap,
                          sinks ? sinks + g : 0);
     int64_t done = 0;
-    for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
-        weighted_mean(WIDTH, values + done, places, blocks, number, scores, stride, total, after + done, out + done);
-    if (HEAD_DIM / WIDE % WIDTH)
-        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, places, blocks, number, scores, stride, total,
-                      after + done, out + done);
+    for (; done + WIDTH * WIDE <= VALUE_DIM; done += WIDTH * WIDE)
+        weighted_mean(WIDTH, values + done, places, blocks, number, scores, stride, total, after + done, out + done, apart);
+    if (VALUE_DIM / WIDE % WIDTH)
+        weighted_mean(VALUE_DIM / WIDE % WIDTH, values + done, places, blocks, number, scores, stride, total,
+                      after + done, out + done, apart);
 }
 
 /* activation(gate) * (up + shift) */

@@ -1,6 +1,7 @@
 """The shapes of a fused model that the compiled pass depends on."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
 import torch
@@ -8,11 +9,15 @@ import torch
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer
-from specpool.engine.passes.native.decoder import DeltaSizes, Routing
+from specpool.engine.passes.native.decoder import DeltaSizes, LatentSizes, Routing
+from specpool.engine.passes.native.panels import PANEL
 
 # As in decoder.c.
 LANES = 16
+LATENT_BLOCK = 8
+"""Maximum number of query heads that a thread attends with at a time to latent vectors, which all heads share."""
 
 
 def gemm_inputs_of(fused: FusedModel) -> set[int]:
@@ -39,6 +44,7 @@ def routing_of(fused: FusedModel) -> Routing:
         top_k=routing.top_k,
         groups=routing.groups,
         top_groups=routing.top_groups,
+        ranked_by=routing.ranked_by,
         is_sigmoid=routing.scores == "sigmoid",
         renormalizes=routing.renormalizes,
         size=down.in_features,
@@ -52,6 +58,27 @@ def delta_sizes_of(fused: FusedModel) -> DeltaSizes:
     if net is None:
         return DeltaSizes()
     return DeltaSizes(net.key_heads, net.value_heads, net.key_size, net.value_size, len(net.taps))
+
+
+def latent_sizes_of(layer: FusedLayer | FusedLatentLayer) -> LatentSizes:
+    """Return the sizes of an attending layer's heads with latent attention. All layers share them."""
+    if isinstance(layer, FusedLayer):
+        return LatentSizes()
+    return LatentSizes(layer.key_dim, layer.rotary_dim, layer.value_dim, layer.latent_eps)
+
+
+def latent_floats(layer: FusedLayer | FusedLatentLayer) -> int:
+    """Return the activations of a row, in floats, that only latent attention has."""
+    if isinstance(layer, FusedLayer):
+        return 0
+    queries = 0 if layer.query_up is None else layer.query_up.in_features + layer.query_up.out_features
+    floats: int = queries + layer.heads * (layer.key_dim + layer.head_dim + layer.rank)
+    return floats
+
+
+def query_groups(layer: FusedLayer | FusedLatentLayer) -> int:
+    """Return the number of query heads that a thread attends with at a time, to the same keys."""
+    return layer.heads // layer.kv_heads if isinstance(layer, FusedLayer) else gcd(layer.heads, LATENT_BLOCK)
 
 
 def shape_problem(fused: FusedModel) -> str | None:
@@ -74,7 +101,12 @@ def shape_problem(fused: FusedModel) -> str | None:
     for name, size in [*sizes, *(("intermediate size", size) for size in intermediate)]:
         if size % LANES:
             return f"needs sizes that are multiples of {LANES}, and this model's {name} is {size}"
-    attention = {(layer.qkv.out_features, layer.qkv.in_features, layer.out.in_features) for layer in layers}
+    for layer in layers:
+        if isinstance(layer, FusedLatentLayer) and (problem := _latent_problem(layer)) is not None:
+            return problem
+    attention = {
+        tuple((linears[0].out_features, linears[0].in_features) for linears in layer.mixer.values()) for layer in layers
+    }
     experts = {(mlp.routing, len(mlp.downs), mlp.downs[0].in_features) for mlp in _mixtures(fused)}
     if len(attention) > 1 or len(experts) > 1:
         return "needs layers of equal shapes, and this model's differ"
@@ -83,9 +115,19 @@ def shape_problem(fused: FusedModel) -> str | None:
     return None
 
 
-def attention_layers(fused: FusedModel) -> Iterator[FusedLayer]:
+def _latent_problem(layer: FusedLatentLayer) -> str | None:
+    sizes = [("kv_lora_rank", layer.rank, PANEL), ("v_head_dim", layer.value_dim, PANEL)]
+    if layer.query_up is not None:
+        sizes.append(("q_lora_rank", layer.query_up.in_features, LANES))
+    for name, size, unit in sizes:
+        if size % unit:
+            return f"needs a {name} that is a multiple of {unit}, and this model's is {size}"
+    return None
+
+
+def attention_layers(fused: FusedModel) -> Iterator[FusedLayer | FusedLatentLayer]:
     """Yield the layers that attend."""
-    return (layer for layer in fused.layers if isinstance(layer, FusedLayer))
+    return (layer for layer in fused.layers if isinstance(layer, FusedLayer | FusedLatentLayer))
 
 
 def delta_nets(fused: FusedModel) -> Iterator[FusedDeltaNet]:

@@ -200,6 +200,7 @@ def test_other_models_ignore_the_target(llama: Path) -> None:
         (1, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
         (3, {"vocab_size": VOCAB + 1}, f"its vocabulary has {VOCAB + 1} tokens, but the target's has {VOCAB}"),
         (1, {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
+        (1, {"model_type": "youtu"}, "EAGLE heads with latent attention are not supported"),
         (3, {"model_type": "gpt2"}, "EAGLE heads need the fused pass: gpt2 is not one of the families"),
         (1, {"norm_before_residual": True}, "norm_before_residual: only for EAGLE-3 heads"),
         (3, {"norm_output": "yes"}, "norm_output is not true or false: 'yes'"),

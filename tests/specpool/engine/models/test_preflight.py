@@ -12,7 +12,8 @@ from tiny_models import edit_json
 
 from specpool.engine.config import device_names
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
+from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer, check_target
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64,
@@ -106,6 +107,9 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
         model, kv_memory="16383", max_model_len=64, dtype="float32"
     )
     check_options(EngineOptions(model=model, kv_memory="1KiB", tensor_parallel=2, device="cpu"))
+    latent = model_folder(tmp_path, kv_lora_rank=16, qk_rope_head_dim=8)  # 24 features of a position instead of 32
+    check_options(EngineOptions(model=latent, kv_memory=2 * 24 * 2 * 64, max_model_len=64))
+    assert "which needs at least 6.0KiB" in refusal(latent, kv_memory=2 * 24 * 2 * 64 - 1, max_model_len=64)
     hybrid = {"model_type": "qwen3_next", "full_attention_interval": 2}  # one of two layers caches keys and values
     check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
 
@@ -120,6 +124,32 @@ def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:
     for options, name in wrong:
         with pytest.raises(InvalidOptionError, match=f"^{name}: "):
             check_options(EngineOptions(**options), names)
+
+
+def test_mtp_layers_are_checked_in_the_configuration_of_the_target(tmp_path: Path) -> None:
+    glm = model_folder(tmp_path / "glm", model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"])
+    memory = 2 * 2 * 8 * 2 * 16  # of one sequence in the only layer
+    mtp = EngineOptions(model="mtp", target_model=glm, kv_memory=memory)
+    check_options(mtp)
+    check_same_tokenizer(EngineOptions(model=glm), mtp, "try it")
+    check_target(TargetOptions(model=glm, draft="mtp"))
+    with pytest.raises(InvalidOptionError, match=r"^model: mtp is a draft that reads hidden states, not a target"):
+        check_target(TargetOptions(model="mtp", target_model=glm))
+    (tmp_path / "glm.gguf").write_bytes(b"GGUF and more")
+    llama = model_folder(tmp_path / "llama")
+    empty = model_folder(tmp_path / "empty", model_type="qwen3_next", mtp_num_hidden_layers=0)
+    for target, reason in (
+        (
+            llama,
+            "mtp: MTP layers are supported for glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not",
+        ),
+        (empty, "mtp: the target has no MTP layer: its mtp_num_hidden_layers is 0"),
+        (tmp_path / "glm.gguf", f"mtp: {tmp_path / 'glm.gguf'} is a GGUF file"),
+        (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no such file or folder"),
+    ):
+        assert refusal("mtp", target_model=str(target)).startswith(f"model: {reason}")
+        with pytest.raises(InvalidOptionError, match=r"^(draft|model): "):
+            check_target(TargetOptions(model=str(target), draft="mtp"))
 
 
 # --- Devices

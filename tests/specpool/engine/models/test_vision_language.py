@@ -61,7 +61,10 @@ def test_text_part_has_the_bits_of_the_whole_model(
     assert not any(name.startswith("model.vi") for name, _ in model.named_modules())
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "qwen3_5_moe")]
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *SLOW])
 def test_engine_serves_the_text_part(kind: str, tmp_path: Path) -> None:
     expected = text_logits(save_vision_language(tmp_path, kind))
     engine = load_engine(tmp_path, max_model_len=256)

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from delta_nets import DELTA_NET_MODELS, save_delta_net
-from tiny_models import decode_alone, load_engine, random_tokens, rows_that_differ, transformers_logits
+from tiny_models import decode_alone, edited_weights, load_engine, random_tokens, rows_that_differ, transformers_logits
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import DELTA_NETS
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.facts import weights_fingerprint
+from specpool.engine.models.loading import load_model
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.run.engine import Engine
 
@@ -102,3 +105,13 @@ def test_rows_have_the_bits_of_decoding_alone(engine: Engine) -> None:
 
 def test_repeated_rounds_have_equal_bits(engine: Engine) -> None:
     assert rows_that_differ(engine, lengths=(2, 9, 40, 61)) == 0
+
+
+def test_heads_for_several_tokens_are_not_part_of_the_model(tmp_path: Path) -> None:
+    options = EngineOptions(model=str(save_delta_net(tmp_path, "qwen3_5_moe_text")), device="cpu")
+    expected = weights_fingerprint(load_model(options))
+    with edited_weights(tmp_path) as weights:
+        for name in [name for name in weights if name.startswith("model.layers.1.")]:
+            weights[name.replace("model.layers.1.", "mtp.layers.0.")] = weights[name].clone()
+        weights["mtp.fc.weight"] = torch.zeros(64, 128)
+    assert weights_fingerprint(load_model(options)) == expected
