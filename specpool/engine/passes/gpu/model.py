@@ -79,7 +79,8 @@ class GpuModel(ForwardPass):
         super().__init__()
         attending = [layer for layer in fused.layers if isinstance(layer, FusedLayer)]
         first = attending[0]
-        self.max_segments = 0 if len(attending) == len(fused.layers) else max_sequences
+        self.recurrent_sizes = fused.recurrent_sizes
+        self.max_segments = 0 if self.recurrent_sizes is None else max_sequences
         """Maximum number of segments of recurrent layers in a pass; 0: there are no such layers."""
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
