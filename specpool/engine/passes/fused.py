@@ -118,6 +118,10 @@ class FusedModel(ForwardPass):
         for layer in layers:
             layer.dequantize()
 
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes of the largest recurrent layer, in a pass of `rows` rows."""
+        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, FusedDeltaNet)), default=0)
+
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
         if self.state_norm is not None:

@@ -72,7 +72,8 @@ def latent_floats(layer: FusedLayer | FusedLatentLayer) -> int:
     if isinstance(layer, FusedLayer):
         return 0
     queries = 0 if layer.query_up is None else layer.query_up.in_features + layer.query_up.out_features
-    return queries + layer.heads * (layer.key_dim + layer.head_dim + layer.rank)
+    floats: int = queries + layer.heads * (layer.key_dim + layer.head_dim + layer.rank)
+    return floats
 
 
 def query_groups(layer: FusedLayer | FusedLatentLayer) -> int:

@@ -59,7 +59,8 @@ def test_the_plain_implementation_is_that_of_transformers(target: Path) -> None:
     main: Any = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32)
     layers = main.config.num_hidden_layers
     main._keys_to_ignore_on_load_unexpected = [r"^mtp.*", rf"model\.layers\.{layers}\."]
-    main.config.update({"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]})
+    layer_types = {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
+    main.config.update({"num_mtp_layers": 1, **layer_types})
     layer = modeling.MtpModel.from_pretrained(main)
     reference, tokens = ReferenceMtp(target), torch.tensor([random_tokens(LENGTH)])
     with torch.inference_mode():
@@ -174,7 +175,7 @@ def test_damaged_layers_are_refused(glm: Path, changes: dict[str, torch.Tensor |
         (
             "llama",
             {},
-            "supported for glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not for llama",
+            "supported for glm4_moe, glm4_moe_lite, deepseek_v3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not for",
         ),
     ],
 )
