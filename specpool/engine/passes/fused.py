@@ -87,10 +87,9 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head or MTP layer, which the compiled pass cannot run."""
+        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
-        lacks_norm = self.norm is None or first.before_attention is None
-        return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
+        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
     @property
     def uncompiled_layers(self) -> str | None:
@@ -118,6 +117,10 @@ class FusedModel(ForwardPass):
             self.projection = dequantized_linear(self.projection)
         for layer in layers:
             layer.dequantize()
+
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes of the largest recurrent layer, in a pass of `rows` rows."""
+        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, FusedDeltaNet)), default=0)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""

@@ -1,5 +1,6 @@
 """The layers of the fused pass: the weights that all fast passes read, and the torch operations."""
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ class FusedMlp(nn.Module):
         self.gate_up, self.down = dequantized_linear(self.gate_up), dequantized_linear(self.down)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module, ABC):
     """A decoder layer: a mixer, which reads other positions, an MLP, and their norms."""
 
     def __init__(self, layer: Any, index: int, config: Any, group: SingleRank) -> None:
@@ -69,9 +70,9 @@ class DecoderLayer(nn.Module):
         return hidden + self._normed(self.mlp(self._normed(hidden, self.before_mlp)), self.after_mlp)
 
     @property
+    @abstractmethod
     def mixer(self) -> dict[str, list[Any]]:
         """Return the linear layers of the mixer by name."""
-        raise NotImplementedError
 
     @property
     def linears(self) -> dict[str, list[Any]]:
@@ -102,9 +103,9 @@ class DecoderLayer(nn.Module):
         """Return the hidden states that branches are added to, and the input of the mixer."""
         return hidden, self._normed(hidden, self.before_attention)
 
+    @abstractmethod
     def _mixed(self, normed: torch.Tensor, batch: PackedBatch, rotations: list[Rotation]) -> torch.Tensor:
         """Return the branch [rows, hidden] of the mixer."""
-        raise NotImplementedError
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return normed(x, weight, self.eps)
