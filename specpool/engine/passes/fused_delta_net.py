@@ -45,7 +45,8 @@ class FusedDeltaNet(DecoderLayer):
 
     def scratch_bytes(self, rows: int) -> int:
         """Scratch bytes of a pass of `rows` rows."""
-        return rows * FLOAT_COPIES * self.taps.shape[1] * torch.float32.itemsize
+        features: int = self.taps.shape[1]
+        return rows * FLOAT_COPIES * features * torch.float32.itemsize
 
     @property
     def mixer(self) -> dict[str, list[Any]]:
@@ -63,6 +64,7 @@ class FusedDeltaNet(DecoderLayer):
             rows = slice(segment.first_row, segment.first_row + segment.num_rows)
             if segment.num_rows:
                 read[rows] = self._recurrence(segment, inputs[rows], gates[rows], batch.arena.recurrent)
+        read[batch.tokens :] = read[0]  # padding repeats the first token, and caches the same keys and values
         gate = in_chunks(functional.silu, z.float().contiguous()).view(read.shape)
         gated = rms_norm(read, (self.value_size,), self.gate_norm, self.eps) * gate
         return self.group.project(self.out, gated.flatten(1).to(normed.dtype), "attended")

@@ -89,7 +89,11 @@ def convolve(
         else:
             is_value, inside = head >= 2 * KEY_HEADS, tl.arange(0, WIDTH)[None, :]
             first = tl.where(is_value, 2 * KEY_HEADS * KEY + (head - 2 * KEY_HEADS) * VALUE, head * KEY)
-            feature, mask, x = first + inside, inside < tl.where(is_value, VALUE, KEY), tl.zeros([TILE, WIDTH], tl.float32)
+            feature, mask, x = (
+                first + inside,
+                inside < tl.where(is_value, VALUE, KEY),
+                tl.zeros([TILE, WIDTH], tl.float32),
+            )
             for tap in tl.static_range(TAPS):
                 source = at - (TAPS - 1) + tap
                 is_edge, is_replayed = (source < 0) & (read >= 0), (source >= 0) & (source < num_replayed)
@@ -97,7 +101,9 @@ def convolve(
                 tail = inputs + (read_tail * TAIL_ROWS + source) * FEATURES + feature
                 own = mask & (source >= num_replayed) & (source < end)
                 new = summed(partials, None, row - (TAPS - 1) + tap, feature, own, rows, SIZE, SPLITS, False)
-                value = tl.where(own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0))
+                value = tl.where(
+                    own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0)
+                )
                 value = tl.where(source < 0, tl.load(edge, mask=is_edge & mask, other=0.0), value)
                 factor = tl.load(taps + tap * FEATURES + feature, mask=mask, other=0.0)
                 x += value.to(tl.float32) * factor.to(tl.float32)
@@ -136,7 +142,10 @@ def scan(
         q = tl.load(of_query + row * FEATURES, mask=is_key, other=0.0)
         k = tl.load(of_key + row * FEATURES, mask=is_key, other=0.0)
         v = tl.load(of_value + row * FEATURES, mask=is_value, other=0.0)
-        decay, beta = tl.load(factors + row * 2 * VALUE_HEADS + head), tl.load(factors + (row * 2 + 1) * VALUE_HEADS + head)
+        decay, beta = (
+            tl.load(factors + row * 2 * VALUE_HEADS + head),
+            tl.load(factors + (row * 2 + 1) * VALUE_HEADS + head),
+        )
         for at in range(0, end):
             # Load a row ahead, so that no row waits for its inputs.
             next_row = _work_row(tl.minimum(at + 1, end - 1), index, first_row, num_replayed, rows, TAIL_ROWS)

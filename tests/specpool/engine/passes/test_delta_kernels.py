@@ -53,7 +53,9 @@ class Layer:
         padded = torch.cat([torch.zeros(3, self.sizes.inputs), inputs.to(dtype)]).double()
         convolved = silu(sum(padded[tap : tap + LENGTH] * self.taps[tap].double() for tap in range(4)))
         parts = convolved.split([KEY_HEADS * key_size, KEY_HEADS * key_size, heads * value_size], -1)
-        query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, (key_size, key_size, value_size), strict=True))
+        query, key, value = (
+            part.unflatten(-1, (-1, size)) for part, size in zip(parts, (key_size, key_size, value_size), strict=True)
+        )
         query, key = (normalize(each, dim=-1).repeat_interleave(2, 1) for each in (query, key))
         decay, beta = (self.rates * softplus(a + self.biases)).exp().double(), b.sigmoid().double()
         state, results = torch.zeros(heads, key_size, value_size).double(), []
@@ -113,12 +115,12 @@ def rounds(chance: random.Random) -> Iterator[list[Span]]:
 def test_rows_have_the_bits_of_one_row_at_a_time(sizes: tuple[int, int], dtype: torch.dtype, splits: int) -> None:
     layer = Layer.random(*sizes, dtype, splits)
     alone = Runner(layer, dtype)
-    expected = [
-        torch.cat([alone.run([Span(slot, at, [0], 1)])[0] for at in range(LENGTH)]) for slot in range(SLOTS)
-    ]
+    expected = [torch.cat([alone.run([Span(slot, at, [0], 1)])[0] for at in range(LENGTH)]) for slot in range(SLOTS)]
     for slot in range(SLOTS):
         tolerance = TOLERANCES[dtype]
-        torch.testing.assert_close(expected[slot].double(), layer.reference(slot, dtype), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            expected[slot].double(), layer.reference(slot, dtype), atol=tolerance, rtol=tolerance
+        )
     together, compared = Runner(layer, dtype), 0
     for spans in rounds(random.Random(prod(sizes))):
         for span, results in zip(spans, together.run(spans, padding=2), strict=True):
@@ -148,4 +150,6 @@ def test_gated_norm(dtype: torch.dtype, splits: int) -> None:
     normed = scanned.double() * (scanned.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(result.double(), (normed * silu(gate)).flatten(1), atol=tolerance, rtol=tolerance)
-    assert torch.equal(gated_norm(scanned[3:4], partials[:, 3:4].contiguous(), first, weight, dtype, 1e-6)[0], result[3])
+    assert torch.equal(
+        gated_norm(scanned[3:4], partials[:, 3:4].contiguous(), first, weight, dtype, 1e-6)[0], result[3]
+    )
