@@ -53,6 +53,14 @@ def states_of(
     return None
 
 
+def num_tentative(item: ProposeItem) -> int:
+    """Return the number of an item's tokens that the next item may not keep.
+
+    It never begins before the last committed token, which may have to run again for its logits.
+    """
+    return item.num_unverified + (len(item.token_ids) - item.num_unverified > 1)
+
+
 @cache
 def _warn(width: int) -> None:
     log.warning("ignoring features that are not rows of %d finite bfloat16 numbers for the last tokens", width)
@@ -122,7 +130,7 @@ def _appending(engine: SequenceEngine, items: Mapping[SequenceKey, ProposeItem])
             sampled_rows += num_logits
             num_logits = 0 if sampled_rows > MAX_SAMPLED_ROWS else num_logits
         states = states_of(item, engine.engine.loaded.features, following=item.num_unverified)
-        yield key, engine.span(key, item.token_ids, num_logits, states, num_tentative=item.num_unverified)
+        yield key, engine.span(key, item.token_ids, num_logits, states, num_tentative=num_tentative(item))
 
 
 def _outlined(

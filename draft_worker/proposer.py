@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from draft_worker.branches import draft_branches, states_of
+from draft_worker.branches import draft_branches, num_tentative, states_of
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.passes.drafts import Draft, DraftRound, extend_drafts, read_choices
 from specpool.engine.run.sequences import SequenceEngine, own_items
@@ -94,7 +94,7 @@ class Proposer(SequenceEngine):
         following = len(token_ids) - len(item.token_ids)
         states = states_of(item, self.engine.loaded.features, following, given)
         return Draft(
-            self.span(key, token_ids, min(1, num_draft_tokens), states, num_tentative=following),
+            self.span(key, token_ids, min(1, num_draft_tokens), states, num_tentative=num_tentative(item) + following),
             slot.sampling,
             slot.token_ids,
             num_draft_tokens,

@@ -16,9 +16,14 @@ GLM = {
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "use_qk_norm": True, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+LATENT = {
+    **GLM, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 QWEN = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": GLM,
+    **dict.fromkeys(("glm4_moe_lite", "deepseek_v3"), LATENT),
     **dict.fromkeys(sorted(DELTA_NETS), QWEN),
 }
 

@@ -43,16 +43,6 @@ SMALL = {
 }
 
 
-DELTA_NETS = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-}
-"""Sizes of three recurrent layers, followed by an attending one."""
-
-
 def small_config(architecture: str, **changes: Any) -> PreTrainedConfig:
     """Return a configuration of a few thousand weights, with the values of `SMALL` that the architecture has."""
     known = AutoConfig.for_model(architecture)
@@ -73,15 +63,14 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
     return folder
 
 
-def save_pair(folder: Path, config: PreTrainedConfig, noise: float = 0.004) -> tuple[Path, Path]:
-    """Save a model, and a draft with nearly the same weights."""
-    target, draft = save_model(folder / "target", config), folder / "draft"
-    shutil.copytree(target, draft)
+def noisy_copy(model: Path, folder: Path, noise: float = 0.004) -> Path:
+    """Save a draft with nearly the same weights. `noise`: standard deviation of the differences."""
+    shutil.copytree(model, folder)
     generator = torch.Generator().manual_seed(0)
-    with edited_weights(draft) as weights:
+    with edited_weights(folder) as weights:
         for weight in weights.values():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=noise)
-    return target, draft
+    return folder
 
 
 @contextmanager

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delta_nets import save_delta_net
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
 from pair_service import ARRANGEMENTS, LogitsTap, PairService, running_arrangement
-from tiny_models import DELTA_NETS, save_pair, small_config
+from tiny_models import noisy_copy, save_model, small_config
 
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
@@ -52,8 +53,9 @@ class Mixes:
 @pytest.fixture(scope="module")
 def recurrent_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a draft with recurrent layers."""
-    config = small_config("qwen3_5_text", **DELTA_NETS)
-    return save_pair(tmp_path_factory.mktemp("recurrent"), config, noise=0.001)
+    folder = tmp_path_factory.mktemp("recurrent")
+    target = save_delta_net(folder / "target")
+    return target, noisy_copy(target, folder / "draft", noise=0.001)
 
 
 KINDS = [
@@ -136,7 +138,8 @@ def test_verified_logits_were_compared(mixes: Mixes) -> None:
 )
 def test_windows_equal_plain_decoding(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """Sequences are longer than the window. The draft is a noisy copy of the target."""
-    target, draft = save_pair(tmp_path, small_config(family, sliding_window=16, **changes), noise=0.01)
+    target = save_model(tmp_path / "target", small_config(family, sliding_window=16, **changes))
+    draft = noisy_copy(target, tmp_path / "draft", noise=0.01)
     mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, 4, True, 0, None) for seed in range(6)]
     options = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16}
     with running_arrangement("chosen drafts", target, draft, **options) as (runner, service):

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delta_nets import DELTA_NET_SIZES, save_delta_net
 from mixes import MAX_TOKENS, Case, assert_equal, make_prompt, make_request, play
 from pair_service import LogitsTap, running_arrangement, serving_pair
-from tiny_models import DELTA_NETS, save_model, save_pair, small_config
+from tiny_models import noisy_copy, save_model, small_config
 
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
@@ -37,8 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
         "first_k_dense_replace": 1,
     },
-    "qwen3_5_text": DELTA_NETS,
-    "qwen3_next": DELTA_NETS | SIZED_EXPERTS | {"shared_expert_intermediate_size": 32},
+    "qwen3_next": {**DELTA_NET_SIZES, **SIZED_EXPERTS, "shared_expert_intermediate_size": 48},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
@@ -49,8 +49,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path, family: str) -> None:
     worker = {"max_sequences": 5, "max_model_len": 256, "threads": 1}
-    pair = save_pair(tmp_path, small_config(family, **FAMILIES[family]))
-    async with serving_pair(*pair, worker=worker, max_num_seqs=5, max_batch_size=4) as service:
+    target = save_model(tmp_path / "target", small_config(family, **FAMILIES[family]))
+    draft = noisy_copy(target, tmp_path / "draft")
+    async with serving_pair(target, draft, worker=worker, max_num_seqs=5, max_batch_size=4) as service:
         stub, tap = service.client.stub, LogitsTap(service.target.backend.engine)
         assert (await service.client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
         expected = []
@@ -71,7 +72,7 @@ async def test_tokens_and_logits_are_those_of_plain_decoding(tmp_path: Path, fam
 )
 def test_a_recurrent_draft_equal_to_its_target_is_always_right(tmp_path: Path, arrangement: str) -> None:
     """Its states are those of the target after every round, in batches and after long prompts."""
-    model = save_model(tmp_path, small_config("qwen3_5_text", **DELTA_NETS))
+    model = save_delta_net(tmp_path)
     options = {"max_num_seqs": 5, "prefill_tokens": 32, "draft_method": "model", "num_speculative_tokens": 3}
     with running_arrangement(arrangement, model, model, **options) as (runner, service):
         requests = [

@@ -40,9 +40,9 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path) -> Answers:
+def plain(engine: Engine) -> Answers:
     """The answers to all prompts, first greedy, then sampled, decoded alone without drafts."""
-    verifier = Verifier(load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=6))
+    verifier = Verifier(engine)
     return Answers(decode(verifier, number) for number in range(2 * len(PROMPTS)))
 
 
@@ -54,6 +54,7 @@ def decode(verifier: Verifier, number: int) -> Answer:
         ((verdict,),) = verifier.verify([VerifyRound("plain", len(tokens), [item])])
         tokens += verdict.token_ids
         chances += verdict.logprobs.logprobs
+    verifier.release("plain", None)
     return tuple(tokens), tuple(chances)
 
 

@@ -37,7 +37,9 @@ from specpool.engine.passes.families import (
 
 UNSTATED_MAX_MODEL_LEN = 4096
 """Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
-ONE_LAYER: Mapping[str, object] = MappingProxyType({"layer_types": ["full_attention"], "first_k_dense_replace": 0})
+ONE_LAYER: Mapping[str, object] = MappingProxyType(
+    {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
+)
 """Values by which a configuration's only layer is like an MTP layer."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 

@@ -65,7 +65,10 @@ _APART = MtpLayout(
     ),
 )
 _LAYOUTS: Mapping[str, MtpLayout] = MappingProxyType(
-    {"glm4_moe": _LAST_LAYER, **dict.fromkeys(sorted(DELTA_NETS), _APART)}
+    {
+        **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _LAST_LAYER),
+        **dict.fromkeys(sorted(DELTA_NETS), _APART),
+    }
 )
 
 

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.passes.families import LATENT, OFFSET_NORMS, embedding_scale, is_interleaved, rotary_types
+from specpool.engine.passes.families import (
+    LATENT,
+    OFFSET_NORMS,
+    embedding_scale,
+    is_interleaved,
+    recurrent_sizes,
+    rotary_types,
+)
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
@@ -48,6 +55,8 @@ class FusedModel(ForwardPass):
             self.input_norms = embedding.input_norms
             self.state_size, self.norms_output = config.hidden_size, embedding.norms_output
         self.compute_dtype = model.dtype
+        self.recurrent_sizes = recurrent_sizes(config)
+        """Sizes of the recurrent layers; None if all layers attend."""
         self.eps: float = config.rms_norm_eps
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
@@ -87,22 +96,15 @@ class FusedModel(ForwardPass):
 
     @property
     def is_eagle_head(self) -> bool:
-        """Whether layers or norms are those of an EAGLE head or MTP layer, which the compiled pass cannot run."""
+        """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
-        lacks_norm = self.norm is None or first.before_attention is None
-        return lacks_norm or self.input_norms is not None or isinstance(first, JoiningLayer)
+        return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
     @property
     def uncompiled_layers(self) -> str | None:
         """The kind of layers that only torch operations run yet; None if there are none."""
         layers: list[Any] = list(self.layers)
-        if any(isinstance(layer, FusedDeltaNet) for layer in layers):
-            return "gated delta nets"
-        if any(isinstance(layer, FusedLatentLayer) for layer in layers):
-            return "latent attention"
-        if any(layer.gated or getattr(layer.mlp, "shared_gate", None) is not None for layer in layers):
-            return "gated attention or shared experts"
-        return None
+        return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
@@ -120,8 +122,9 @@ class FusedModel(ForwardPass):
             layer.dequantize()
 
     def scratch_bytes(self, rows: int, length: int) -> int:
-        """Scratch bytes of the largest recurrent layer, in a pass of `rows` rows."""
-        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, FusedDeltaNet)), default=0)
+        """Scratch bytes of the largest recurrent or latent layer, in a pass of `rows` rows."""
+        kinds = FusedDeltaNet | FusedLatentLayer
+        return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, kinds)), default=0)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""

@@ -1,12 +1,12 @@
 """The kernels of gated delta nets. Requires Triton.
 
-`convolve` prepares all rows of a segment, replayed and new ones alike, and `scan` runs them one after the other. A row's
-bits therefore depend on its sequence alone: not on other sequences, the chunks of a prompt, or rejected tokens. Rows of
-a segment count from its checkpoint on.
+`convolve` prepares all rows of a segment, replayed and new ones alike, and `scan` runs them one after the other. The
+bits of a row therefore depend on its sequence alone: not on other sequences, chunks of a prompt, or rejected tokens.
+Rows of a segment count from its checkpoint on.
 """
 
 from specpool.engine.numerics.triton_compat import gdc_wait, tl, triton
-from specpool.engine.passes.gpu.rows import normalized, summed
+from specpool.engine.passes.gpu.rows import summed
 
 # Added to the squared length of queries and keys.
 TINY = tl.constexpr(1e-6)
@@ -163,21 +163,3 @@ def scan(
             if at == num_before - 1:
                 tl.store(states + (write * VALUE_HEADS + head) * KEY * VALUE + place, state, mask=in_state)
             q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
-
-
-@triton.jit(do_not_specialize=["rows"])
-def norm_and_gate(
-    scanned, partials, weight, result, eps, rows,
-    SIZE: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Normalize a value head of a row, and multiply it by the SiLU of its gate."""
-    row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-    mask = feature < DIM
-    factors = tl.load(weight + feature, mask=mask, other=0.0)
-    if OVERLAP:
-        gdc_wait()
-    x = tl.load(scanned + (row * HEADS + head) * DIM + feature, mask=mask, other=0.0)
-    gate = summed(partials, None, row, FIRST + head * DIM + feature, mask, rows, SIZE, SPLITS, False)
-    x = normalized(x, factors, eps, DIM) * (gate / (1 + tl.exp(-gate)))
-    tl.store(result + (row * HEADS + head) * DIM + feature, x.to(result.dtype.element_ty), mask=mask)

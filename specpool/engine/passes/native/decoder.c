@@ -162,6 +162,9 @@ static ONE_COPY void join(const Stage *stage, int64_t row, int64_t end) {
         float *joined = pass->acts.joined + row * 2 * hidden;
         memcpy(joined, pass->batch->input_states + row * hidden, hidden * sizeof(float));
         embed_row(pass, row, joined + hidden);
+        const float *norms = pass->model->input_norms;
+        for (int64_t part = 0; norms && part < 2 * hidden; part += hidden)
+            rms_norm(joined + part, norms + part, hidden, pass->model->eps, joined + part);
         round_input(pass, joined, 2 * hidden, row, stage->units);
     }
 }
@@ -222,9 +225,12 @@ static void normalize_results(const Stage *stage, int64_t result, int64_t end) {
     int64_t hidden = pass->model->hidden;
     for (; result < end; result++) {
         int64_t row = batch->result_rows[result];
-        if (batch->own_states)
-            memcpy(batch->own_states + result * hidden, pass->acts.hidden + row * hidden, hidden * sizeof(float));
         normalize(pass, row, pass->model->norm, result, stage->units);
+        if (batch->own_states) {
+            const Activations *acts = &pass->acts;
+            const float *own = pass->model->norms_output ? acts->normed + result * hidden : acts->hidden + row * hidden;
+            memcpy(batch->own_states + result * hidden, own, hidden * sizeof(float));
+        }
     }
 }
 

@@ -216,7 +216,8 @@ static void run_head(const ValueHead *head) {
     const Segment *segment = head->segment;
     int64_t key_size = head->sizes->key_size, value_size = head->sizes->value_size, size = key_size * value_size;
     int64_t position = segment->read_position, end = segment->start + segment->rows;
-    float state[size], queries[PREPARED * key_size], keys[PREPARED * key_size], values[PREPARED * value_size];
+    float queries[PREPARED * key_size], keys[PREPARED * key_size], values[PREPARED * value_size];
+    float state[size] __attribute__((aligned(64))); /* no vector spans two cache lines */
     PreparedRows rows = {key_size, value_size, 0, queries, keys, values};
     if (segment->read < 0) memset(state, 0, sizeof(state));
     else memcpy(state, head->layer->states + (segment->read * head->sizes->value_heads + head->number) * size, sizeof(state));

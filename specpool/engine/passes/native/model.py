@@ -115,6 +115,8 @@ class NativeModel(ForwardPass):
             kv_heads=first.heads // self._groups,
             rotaries=(Rotary * len(fused.rotaries))(),  # the struct keeps the array alive
             norm=self._packed.numbers(fused.norm),
+            input_norms=self._packed.numbers(None if fused.input_norms is None else fused.input_norms.weight),
+            norms_output=fused.norms_output,
             embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
             head=head,
             eps=fused.eps,
@@ -130,7 +132,7 @@ class NativeModel(ForwardPass):
         )
         if fused.fc is not None:
             self._model.fc = self._packed.linear(panels.fc, fused.fc.bias, NEVER)
-        self._projection = None
+        self._state_norm, self._projection = fused.state_norm, None
         if fused.projection is not None:
             self._projection = self._packed.linear(panels.projection, fused.projection.bias, NEVER)
         del first  # packing releases each layer
@@ -148,6 +150,8 @@ class NativeModel(ForwardPass):
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Project states of the target [n, width] to those that the pass reads [n, hidden]."""
+        if self._state_norm is not None:
+            states = self._state_norm(states)
         if self._projection is None:
             return states
         return self._gemm(self._projection, states.contiguous())[:, : self.state_size]

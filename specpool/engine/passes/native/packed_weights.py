@@ -124,7 +124,8 @@ class PackedWeights:
 def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
     """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
-    vectors = [fused.norm, *(each for layer in layers for each in numbers_of(layer).values())]
+    input_norms = None if fused.input_norms is None else fused.input_norms.weight
+    vectors = [fused.norm, input_norms, *(each for layer in layers for each in numbers_of(layer).values())]
     biases = [stacked_bias(linears) for layer in layers for linears in layer.linears.values()] + [fused.head.bias]
     biases += [layer.bias for layer in (fused.fc, fused.projection) if layer is not None]
     float_bytes = [4 * (PANEL + numbers.numel()) for numbers in vectors + biases if numbers is not None]

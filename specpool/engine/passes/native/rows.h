@@ -86,6 +86,8 @@ typedef struct {
     int64_t table_size, page_size; /* columns of a page: a multiple of LANES */
     const Rotary *rotaries;
     const float *norm;
+    const float *input_norms; /* [2, hidden] weights of the norms of a state and an embedding before `fc`, or null */
+    int64_t norms_output;     /* whether own states are those after the norm */
     Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
     Linear fc;              /* [hidden, 2 * hidden], for a state and an embedding; without panels: reads no states */
     float eps, scaling;
@@ -105,7 +107,7 @@ typedef struct {
     int64_t scores; /* length of a query head's scores, in each thread: a multiple of LANES */
     float *logits;  /* [results, head.outputs] */
     const float *input_states; /* [rows, hidden], if the model has an fc */
-    float *own_states;         /* [results, hidden]: the hidden states of the result rows before the norm, or null */
+    float *own_states;         /* [results, hidden]: the hidden states of the result rows, or null */
     int64_t num_state_layers;
     const int64_t *state_layers; /* [num_state_layers] numbers of layers after which to record the hidden states */
     uint16_t *states;            /* bfloat16 [rows, num_state_layers, hidden] */

@@ -72,7 +72,8 @@ def latent_floats(layer: FusedLayer | FusedLatentLayer) -> int:
     if isinstance(layer, FusedLayer):
         return 0
     queries = 0 if layer.query_up is None else layer.query_up.in_features + layer.query_up.out_features
-    return queries + layer.heads * (layer.key_dim + layer.head_dim + layer.rank)
+    floats: int = queries + layer.heads * (layer.key_dim + layer.head_dim + layer.rank)
+    return floats
 
 
 def query_groups(layer: FusedLayer | FusedLatentLayer) -> int:
@@ -83,7 +84,7 @@ def query_groups(layer: FusedLayer | FusedLatentLayer) -> int:
 def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
-        return "cannot run EAGLE heads and MTP layers"
+        return "cannot run the layers of EAGLE heads"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"

@@ -1,5 +1,7 @@
 """Multi-token prediction (MTP) layers as drafts of their own target: the drafts of a plain implementation; refusals."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
@@ -31,9 +34,10 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_mtp_target(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_layers_draft_like_a_plain_implementation(target: Path) -> None:
-    engine = load_engine(Path("mtp"), exact=False, target_model=str(target))
-    assert isinstance(engine.forward_pass, FusedModel)
+@pytest.mark.parametrize("native", [True, False], ids=["compiled", "torch"])
+def test_layers_draft_like_a_plain_implementation(target: Path, native: bool) -> None:
+    engine = load_engine(Path("mtp"), exact=False, target_model=str(target), native=native)
+    assert isinstance(engine.forward_pass, NativeModel if native else FusedModel)
     assert engine.loaded.features == Features((AutoConfig.from_pretrained(target).num_hidden_layers,), HIDDEN)
     reference, tokens = ReferenceMtp(target), random_tokens(LENGTH)
     given = random_states(LENGTH, HIDDEN, 0.4)
@@ -55,7 +59,8 @@ def test_the_plain_implementation_is_that_of_transformers(target: Path) -> None:
     main: Any = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32)
     layers = main.config.num_hidden_layers
     main._keys_to_ignore_on_load_unexpected = [r"^mtp.*", rf"model\.layers\.{layers}\."]
-    main.config.update({"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]})
+    layer_types = {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
+    main.config.update({"num_mtp_layers": 1, **layer_types})
     layer = modeling.MtpModel.from_pretrained(main)
     reference, tokens = ReferenceMtp(target), torch.tensor([random_tokens(LENGTH)])
     with torch.inference_mode():
@@ -99,6 +104,38 @@ def test_a_tied_head_is_that_of_the_target(tmp_path: Path) -> None:
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
 
 
+def test_text_parts_have_the_layer_of_their_checkpoint(tmp_path: Path) -> None:
+    """In a checkpoint of Qwen3.5, the weights of the text part have a prefix, but those of the layer do not."""
+    text = save_mtp_target(tmp_path, "qwen3_5_text")
+    wrapped, span = tmp_path / "wrapped", Span(0, 0, random_tokens(5), 5)
+    shutil.copytree(text, wrapped)
+    with edited_weights(wrapped) as weights:
+        stored = {re.sub("^model", "model.language_model", name): weight for name, weight in weights.items()}
+        weights.clear()
+        weights.update(stored)
+    config = json.loads((text / "config.json").read_text())
+    wrapper = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (wrapped / "config.json").write_text(json.dumps({**wrapper, "text_config": config, "tie_word_embeddings": True}))
+    logits = [
+        load_engine(Path("mtp"), exact=False, target_model=str(folder)).forward([span]) for folder in (text, wrapped)
+    ]
+    torch.testing.assert_close(*logits, atol=0, rtol=0)
+
+
+def test_experts_may_be_stored_together(tmp_path: Path) -> None:
+    target, span = save_mtp_target(tmp_path, "qwen3_5_moe_text"), Span(0, 0, random_tokens(5), 5)
+    expected = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    with edited_weights(target) as weights:
+        experts = "mtp.layers.0.mlp.experts."
+        gate, up, down = (
+            torch.stack([weights.pop(f"{experts}{index}.{name}_proj.weight") for index in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{experts}gate_up_proj": torch.cat([gate, up], 1), f"{experts}down_proj": down}
+    together = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    torch.testing.assert_close(together, expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -138,7 +175,7 @@ def test_damaged_layers_are_refused(glm: Path, changes: dict[str, torch.Tensor |
         (
             "llama",
             {},
-            "supported for glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not for llama",
+            "supported for glm4_moe, glm4_moe_lite, deepseek_v3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not for",
         ),
     ],
 )
@@ -156,8 +193,9 @@ def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
             EngineOptions.model_validate({"model": "mtp", **options})
 
 
-def test_int8_activations_are_refused(glm: Path) -> None:
-    assert "activations: int8 needs" in mtp_refusal(glm, activations="int8")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
+    assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
 
 def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
@@ -182,13 +220,19 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
     torch.testing.assert_close(*logits, atol=0, rtol=0)
 
 
-def test_kernels_run_layers(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""
     pytest.importorskip("triton")
+    target = save_mtp_target(tmp_path, family)
     options: dict[str, Any] = {
-        "exact": False, "target_model": str(glm), "max_sequences": 3, "max_model_len": 32,
+        "exact": False, "target_model": str(target), "max_sequences": 3, "max_model_len": 32, "native": False,
     }  # fmt: skip
-    fused, tokens, given = load_engine(Path("mtp"), **options), random_tokens(12), random_states(12, HIDDEN, 0.4)
+    fused, tokens, given = (
+        load_engine(Path("mtp"), **options),
+        random_tokens(12),
+        random_states(12, HIDDEN, 0.4),
+    )
     spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
     item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
     expected, own_states = fused.forward(spans), fused.own_states

@@ -154,6 +154,25 @@ def test_reordered_inputs_of_delta_nets_stay_quantized(tmp_path: Path, architect
     assert quantized.weights_fingerprint == plain.weights_fingerprint
 
 
+LATENT = {
+    "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), [("w4a16", "Q4_0"), ("int8", "int8")])
+def test_only_absorbed_weights_are_dequantized(tmp_path: Path, name: str, kind: str) -> None:
+    folders = save_packed(tmp_path, "youtu", INTEGERS[name], also="_with_mqa.weight", **LARGER, **LATENT)
+    quantized, plain = (load_engine(folder) for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert quantized.bitwise
+    assert torch.equal(quantized.forward(span), plain.forward(span))
+    assert quantized.weights_fingerprint == plain.weights_fingerprint
+    kinds, absorbed = quantized.info().weight_kinds, 2 * 4 * 64 * (16 + 32)
+    assert kinds.keys() == {kind, "float32", "bfloat16"}
+    assert kinds["float32"] == 4 * absorbed
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_scaled_embeddings_stay_quantized(tmp_path: Path, native: bool) -> None:
     folders = save_packed(

@@ -92,6 +92,22 @@ def test_logits_match_transformers_and_are_batch_invariant(tmp_path: Path, varia
         assert rows_that_differ(engine) == 0
 
 
+def test_branches_and_thread_counts_change_no_bit(tmp_path: Path) -> None:
+    engine, tokens = load_engine(save_latent(tmp_path, *VARIANTS["glm"])), random_tokens(90)
+    expected, before = decode_alone(engine, tokens), torch.get_num_threads()
+    engine.forward([Span(2, 0, random_tokens(60, seed=1), 0)])
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            prompt = engine.forward([Span(1, 0, tokens[:50], 50), Span(2, 0, tokens[:20], 0)])
+            branch = Span(2, 20, tokens[20:], 70, prefix_length=20, offset=40)
+            rest = engine.forward([branch, Span(1, 50, tokens[50:], 40)])
+            assert torch.equal(prompt, expected[:50])
+            assert torch.equal(rest, torch.cat([expected[20:], expected[50:]]))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_sizes_that_fill_no_panel_run_on_torch_operations(tmp_path: Path) -> None:
     family, changes = VARIANTS["dense, pairs half a head apart"]
     engine = load_engine(save_latent(tmp_path, family, {**changes, "v_head_dim": 24}))

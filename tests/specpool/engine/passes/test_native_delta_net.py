@@ -5,9 +5,11 @@ import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from gguf_files import quantized
 from tiny_models import (
     decode_alone,
     edited_weights,
@@ -19,11 +21,23 @@ from tiny_models import (
     small_config,
     transformers_logits,
 )
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import LoadedModel
 from specpool.engine.native import compiler
+from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.panels import PART
 from specpool.engine.run.engine import Engine
+from specpool.engine.startup import loading
+from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
+from specpool.engine.weights.quantized import Quantized, QuantizedLinear
+from specpool.protocol.tokenizer import TokenizerFiles
 
 pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 SIZES: dict[str, Any] = {
@@ -38,6 +52,7 @@ EXPERTS = {
 }
 CHANGES: dict[str, dict[str, Any]] = {"qwen3_5_text": {}, "qwen3_next": EXPERTS, "qwen3_5_moe_text": EXPERTS}
 LENGTH = 90
+TOKENIZER = TokenizerFiles(Tokenizer(BPE()).to_str().encode(), "", {}, ())
 
 
 def save_hybrid(folder: Path, family: str = "qwen3_5_text", **changes: Any) -> Path:
@@ -140,3 +155,39 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path: Path) -> None:
     torch.testing.assert_close(
         decode_alone(engine, tokens), transformers_logits(tmp_path, tokens), atol=2e-4, rtol=2e-4
     )
+
+
+def quantized_hybrid(folder: Path) -> Any:
+    """The saved model with Q8_0 weights, which transformers can run."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION).eval()
+    for module in [*model.model.layers.modules()]:
+        for name, linear in module.named_children():
+            if isinstance(linear, nn.Linear) and linear.out_features > SIZES["linear_num_value_heads"]:
+                data = torch.from_numpy(quantized(linear.weight.detach().numpy(), "Q8_0", 0))
+                setattr(module, name, QuantizedLinear([Quantized(QUANTIZATION_TYPES["Q8_0"], data)]))
+    return model
+
+
+def round_parts(linear: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    """Round the inputs of a layer to 8 bits, in parts that share a scale."""
+    parts = inputs[0].unflatten(-1, (-1, PART))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    return ((parts / scale).round() * scale).flatten(-2)
+
+
+@torch.inference_mode()
+def test_int8_activations_round_the_inputs_of_quantized_weights(hybrid: Path) -> None:
+    loaded = LoadedModel("hybrid", quantized_hybrid(hybrid), TOKENIZER, max_model_len=512)
+    options = EngineOptions(model="hybrid", max_model_len=512, max_sequences=8, threads=1, activations="int8")
+    with mock.patch.object(loading, "refuse_other_logits"):  # rounding changes the logits of so small a model too much
+        engine = loading.start_engine(loaded, options, exact=True, fingerprint="random")
+    assert engine.forward_pass.activations == "int8"
+    peer, tokens = quantized_hybrid(hybrid), random_tokens(LENGTH)
+    peer.set_attn_implementation("eager")
+    for module in peer.modules():
+        if isinstance(module, QuantizedLinear):
+            module.register_forward_pre_hook(round_parts)
+    differences = decode_alone(engine, tokens) - peer(torch.tensor([tokens])).logits[0]
+    assert differences.abs().median() < 1e-3  # a few inputs round to another code
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0

@@ -19,7 +19,7 @@ EMULATOR = "qemu-aarch64-static"
 def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[str]) -> tuple[int, list[float]]:
     """The number of rows that differ between passes of one row and of many, and the last logits."""
     kinds = {"FLOAT32", macros[-1].removeprefix("-DKIND=")}
-    macros = [*macros, "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))]
+    macros = [*macros, "-DRANK=0", "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))]
     program, flags = str(folder / "vectors"), [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
     subprocess.run(
         [*compiler, *flags, f"-I{FOLDER}", *macros, str(VECTORS), "-o", program, "-lm"],

@@ -10,8 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, PAGES = 3, WIDENED_FROM = 8,
-       EXPERTS = 6, EXPERT_SIZE = 3 * LANES };
+enum { LAYERS = 3, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 40, PAGES = 3, WIDENED_FROM = 8,
+       EXPERTS = 6, EXPERT_SIZE = 3 * LANES, KEY_HEADS = 2, VALUE_HEADS = 4, KEY_SIZE = 2 * LANES, VALUE_SIZE = 5 * LANES, TAPS = 4,
+       FEATURES = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE };
 
 static uint64_t state = 1;
 
@@ -74,6 +75,15 @@ static Linear linear_of_kind(int kind, int64_t inputs, int64_t outputs) {
 
 static Linear linear(int64_t inputs, int64_t outputs) { return linear_of_kind(KIND, inputs, outputs); }
 
+/* The recurrence of a pass. All rows but the first are drafts, which the next pass replays from the checkpoint before them. */
+static Segment segment(int64_t first, int64_t rows) {
+    static Segment last;
+    last = (Segment){.rows = rows, .start = first, .read = first ? last.write : -1,
+                     .read_position = first ? last.write_position : 0, .read_tail = last.write_tail,
+                     .write = !last.write, .write_position = first + 1, .write_tail = !last.write_tail};
+    return last;
+}
+
 static void pass(const Model *model, int64_t first, int64_t rows, const int64_t *tokens, float *logits) {
     int64_t positions[TOKENS], result_rows[TOKENS];
     for (int64_t row = 0; row < rows; row++) positions[row] = first + row, result_rows[row] = row;
@@ -82,6 +92,8 @@ static void pass(const Model *model, int64_t first, int64_t rows, const int64_t 
     static const int64_t none[TOKENS]; /* all rows are in slot 0, and none is of a branch */
     Batch batch = {rows, rows,        threads,   tokens + first, positions, none,
                    none, none, result_rows, workspace, scores,         logits};
+    const Segment own = segment(first, rows);
+    batch.num_segments = 1, batch.segments = &own;
     forward(model, &batch);
     free(workspace);
 }
@@ -99,12 +111,26 @@ int main(void) {
                             .before_mlp = floats(HIDDEN, 0.2f, 1),
                             .keys = calloc(cache, sizeof(float)),
                             .values = calloc(cache, sizeof(float))};
+    Layer *delta = layers + 1; /* instead of attention */
+    delta->inputs = linear(HIDDEN, (FEATURES + VALUE_HEADS * (VALUE_SIZE + 2) + PANEL - 1) / PANEL * PANEL);
+    delta->out = linear(VALUE_HEADS * VALUE_SIZE, HIDDEN);
+    delta->taps = floats(TAPS * FEATURES, 1, 0);
+    delta->rate = floats(VALUE_HEADS, 1, -1);
+    delta->dt_bias = floats(VALUE_HEADS, 1, 0);
+    delta->gate_norm = floats(VALUE_SIZE, 0.2f, 1);
+    delta->states = calloc(2 * VALUE_HEADS * KEY_SIZE * VALUE_SIZE, sizeof(float));
+    delta->edges = calloc(2 * (TAPS - 1) * FEATURES, sizeof(float));
+    delta->tail_inputs = calloc(2 * TOKENS * FEATURES, sizeof(float));
+    delta->tail_gates = calloc(2 * TOKENS * 2 * VALUE_HEADS, sizeof(float));
+    layers[0].is_gated = 1;
+    layers[0].query_key_value = linear(HIDDEN, (heads + GROUPS * KV_HEADS * HEAD_DIM + PANEL - 1) / PANEL * PANEL);
     Layer *mixture = layers + LAYERS - 1; /* besides its MLP for all rows */
     mixture->router = linear_of_kind(FLOAT32, HIDDEN, PANEL);
     mixture->gate_ups = linear_of_kind(FLOAT32, HIDDEN, EXPERTS * 2 * EXPERT_SIZE);
     mixture->downs = linear_of_kind(FLOAT32, EXPERT_SIZE, EXPERTS * HIDDEN);
     mixture->correction = floats(EXPERTS, 0.2f, 0);
     mixture->sinks = floats(GROUPS * KV_HEADS, 1, 0);
+    mixture->shared_gate = floats(HIDDEN, 0.2f, 0);
     mixture->window = LANES + 3;
     mixture->softcap = 2;
     float *cosines = malloc(TOKENS * HEAD_DIM * sizeof(float)), *sines = malloc(TOKENS * HEAD_DIM * sizeof(float));
@@ -116,7 +142,8 @@ int main(void) {
                    .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
                    .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f, .activation = {.alpha = 1, .limit = INFINITY},
                    .routing = {.experts = EXPERTS, .top_k = 2, .groups = 3, .top_groups = 2, .is_sigmoid = 1,
-                               .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f}};
+                               .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f},
+                   .delta = {KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, TAPS, TOKENS}};
     int64_t tokens[TOKENS];
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int64_t)(state % VOCABULARY), uniform();
 
