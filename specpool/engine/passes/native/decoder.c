@@ -409,6 +409,7 @@ void forward(const Model *model, const Batch *batch) {
 /* A step of a draft loop: a pass of `rows` rows, all with logits. */
 void forward_step(const Model *model, Batch *batch, int64_t rows) {
     batch->rows = batch->results = rows;
+    if (batch->num_segments) batch->num_segments = rows;
     forward(model, batch);
 }
 

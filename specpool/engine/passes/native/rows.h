@@ -1,6 +1,7 @@
 /* The structs of a model and a batch, and the work on single rows: norms, rotary embedding, cache, attention, gates. */
 
 #include "gemm.h"
+#include "segment.h"
 
 /* Kinds of stages. Recurrences count as attention. */
 enum { GEMM, ATTENTION, ROWS };
@@ -37,11 +38,6 @@ typedef struct {
 typedef struct {
     int64_t key_heads, value_heads, key_size, value_size, taps, tail_rows;
 } DeltaSizes;
-
-/* How a pass runs the recurrence of a span; see `Segment` of checkpoints.py. */
-typedef struct {
-    int64_t first_row, rows, start, read, read_position, read_tail, write, write_position, write_tail;
-} Segment;
 
 /* Sizes of heads with latent attention before absorption, and the epsilon of norms of latent vectors. */
 typedef struct {
