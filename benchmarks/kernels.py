@@ -26,17 +26,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import HEAD_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
+from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
+from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.architectures import FEATURES
+from specpool.engine.config.architectures import DELTA_NETS, FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
+from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows
@@ -116,7 +119,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HEAD_SHAPES}
+ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **HEAD_SHAPES}
 
 
 Row = dict[str, Any]
@@ -219,6 +222,8 @@ def model_of(
     sizes = {**shape, "num_hidden_layers": layers}
     if FEATURES in shape:
         return GpuModel(FusedModel(random_head(sizes, "meta", dtype)), MAX_LENGTH)
+    if sizes["model_type"] in DELTA_NETS:  # begin with a layer that attends
+        sizes["layer_types"] = ["linear_attention" if layer % 4 else "full_attention" for layer in range(layers)]
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
@@ -233,7 +238,7 @@ def model_of(
                 )
         adapt(model, share)
         group = FakeGroup(share)
-    return GpuModel(FusedModel(model, group), MAX_LENGTH)
+    return GpuModel(FusedModel(model, group), MAX_LENGTH, max(map(len, PASSES)))
 
 
 @torch.inference_mode()
@@ -244,7 +249,8 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int, records_states: boo
     """
     spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
     arena = arena_of(model, len(tokens), cached + max(tokens))
-    batch = pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False)
+    segments = [Segment(0, count, cached, NONE, cached, 0, NONE, 0, 0) for count in tokens] if arena.recurrent else ()
+    batch = pack(spans, arena, model.padded_shape, model.rows_per_tile, repeats=False, segments=segments)
     if model.state_size:
         width = model.state_size if model.projection is None else model.projection.in_features
         states = model.project(torch.empty(batch.rows, width, dtype=model.compute_dtype, device="meta"))
@@ -272,8 +278,12 @@ def arena_of(model: GpuModel, sequences: int, length: int) -> KVArena:
     """The cache of sequences of this length, on the meta device."""
     pages = -(-length // GPU_PAGE_SIZE)
     columns, tables = sequences * pages * GPU_PAGE_SIZE, (sequences, pages)
-    layers, dtype, device = len(model.layers), model.compute_dtype, torch.device("meta")
-    return KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE)
+    dtype, device, recurrent = model.compute_dtype, torch.device("meta"), None
+    if model.recurrent_sizes is not None:
+        entries, rows = CHECKPOINTS_PER_SLOT * sequences, tail_rows(GPU_PAGE_SIZE)
+        recurrent = RecurrentArena(model.recurrent_sizes, entries, sequences, rows, dtype, device)
+    layers = len(model.layers) - (0 if recurrent is None else recurrent.sizes.layers)
+    return KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE, recurrent)
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

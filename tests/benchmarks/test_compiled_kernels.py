@@ -16,7 +16,8 @@ from specpool.engine.passes.gpu.gemm import GemmTile, tile_of
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"]
+MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "qwen3-next-80b-a3b"]
+HYBRIDS = ["qwen3.5-0.8b", "qwen3.5-9b", "qwen3-next-80b-a3b"]
 # Kernels of a layer, including one to combine splits. A mixture of experts adds four, and its shared MLP three.
 MAX_KERNELS, MAX_KERNELS_WITH_EXPERTS = 10, 17
 # A tile of attention may spill four registers. On sm_100, one with two heads of 256 spills more.
@@ -26,7 +27,7 @@ KERNELS = {
     "split_k_gemm",
 }  # fmt: skip
 OF_MODELS, OF_HEADS = {"accept", "change_rows", "find_min_logits", "rank_next", "score"}, {"join_states"}
-OF_EXPERTS = {"choose_experts", "combine", "group_choices", "grouped_gemm"}
+OF_DELTA_NETS, OF_EXPERTS = {"convolve", "gate", "scan"}, {"choose_experts", "combine", "group_choices", "grouped_gemm"}
 # Kernels of a step of an EAGLE head.
 MAX_STEP_KERNELS = 15
 
@@ -50,6 +51,7 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
         kernels = (
             KERNELS | (OF_HEADS if "kernels_a_step" in row else OF_MODELS) | (OF_EXPERTS if has_experts else set())
         )
+        kernels |= OF_DELTA_NETS if row["shape"] in HYBRIDS else set()
         assert {kernel["kernel"] for kernel in row["kernels"]} - {"cap_logits"} == kernels
         assert row.get("kernels_a_step", 0) <= MAX_STEP_KERNELS
         spills = row["sm"] == 100 and row["shape"] in SPILLING
@@ -89,6 +91,11 @@ def test_the_kernels_of_windows_and_soft_caps_compile() -> None:
 @pytest.mark.slow
 def test_the_kernels_of_mixtures_of_experts_compile() -> None:
     assert_good(compile_kernels(["90"], ["bfloat16"], MIXTURES, "--quick"))
+
+
+@pytest.mark.slow
+def test_the_kernels_of_hybrids_compile() -> None:
+    assert_good(compile_kernels(["90"], ["bfloat16"], HYBRIDS[1:], "--quick"))
 
 
 @pytest.mark.slow

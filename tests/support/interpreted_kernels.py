@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, branches, draft_loop, gemm, inputs, model
+from specpool.engine.passes.gpu import attention, branches, draft_loop, gemm, inputs, layers, model
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend, Recorder
@@ -64,7 +64,9 @@ def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
 def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
     """Replace the kernels with torch operations, row by row, for tests of the code around them."""
     run_by_kernels(patch)
-    for name in ("attend_pages", "rotate_and_cache", "add_and_norm", "cap_logits"):
+    for name in ("attend_pages", "rotate_and_cache", "add_and_norm"):
+        patch.setattr(layers, name, globals()[name])
+    for name in ("add_and_norm", "cap_logits"):
         patch.setattr(model, name, globals()[name])
     patch.setattr(branches, "activate", activate)
     patch.setattr(inputs, "join", join)
@@ -136,7 +138,8 @@ def rotate_and_cache(
     slots: torch.Tensor, offsets: torch.Tensor, heads: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
     kv_heads, _, dim = arena.keys[layer].shape
-    query_key, value = _summed(partials, bias).unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
+    features = _summed(partials, bias).unflatten(-1, (-1, dim))[:, : heads + 2 * kv_heads]
+    query_key, value = features.split([heads + kv_heads, kv_heads], 1)
     if norms is not None:
         query_key = _normed(query_key, norms, eps)
     rotated = rotate(query_key, *(table[positions, None] for table in rotary))

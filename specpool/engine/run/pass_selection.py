@@ -60,7 +60,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
         if runs_kernels(device):
             fallback = why_no_kernels(fused)
             if fallback is None:
-                kernels = GpuModel(fused, loaded.max_model_len)
+                kernels = GpuModel(fused, loaded.max_model_len, options.max_sequences)
                 return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not SINGLE_RANK:
                 raise UnsupportedModelError(

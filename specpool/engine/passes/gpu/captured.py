@@ -71,12 +71,12 @@ class CapturedModel(ForwardPass):
     def padded_shape(self, needed: Shape) -> Shape:
         """The smallest captured shape of this number of rows that fits; otherwise that of the model."""
         rows = self.model.padded_rows(needed.rows)
-        fitting = (shape for shape in _shapes(rows) if needed.tiles <= shape.tiles and self._graphs.find(shape))
+        fitting = (shape for shape in self._shapes(rows) if needed.tiles <= shape.tiles and self._graphs.find(shape))
         return next(fitting, self.model.padded_shape(needed))
 
     def capture_graphs(self, arena: KVArena, sizes: Sequence[int], max_length: int, max_drafts: int) -> int:
         """Capture passes of these sizes, largest first, then the steps of drafts."""
-        shapes = [shape for rows in sorted(sizes, reverse=True) for shape in reversed(_shapes(rows))]
+        shapes = [shape for rows in sorted(sizes, reverse=True) for shape in reversed(self._shapes(rows))]
         length_of = self.model.captured_length
 
         def prepare(shape: Shape) -> tuple[PackedBatch, Run]:
@@ -105,9 +105,14 @@ class CapturedModel(ForwardPass):
         return self.model.scratch_bytes(rows, length) + states
 
     def draft_loop(self, arena: KVArena, head: Head) -> GpuDraftLoop | None:
-        """The draft loop, whose steps `capture_graphs` captures; None if the model is sharded."""
+        """The draft loop, whose steps `capture_graphs` captures; None if the model has none."""
         self._draft_loop = self.model.draft_loop(arena, head, self.capture)
         return self._draft_loop
+
+    @property
+    def supports_branches(self) -> bool:
+        """Whether spans may be branches of their sequences."""
+        return self.model.supports_branches
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -122,6 +127,11 @@ class CapturedModel(ForwardPass):
         finally:
             for each in graphs:
                 each.enabled = True
+
+    def _shapes(self, rows: int) -> list[Shape]:
+        """The shapes to capture for a size, smallest first. Every segment has a tile or more."""
+        counts = [-(-rows // per_tile) for per_tile in ROWS_PER_TILE]
+        return [Shape(rows, tiles, rows, min(tiles, self.model.max_segments)) for tiles in counts]
 
     def _padding(self, arena: KVArena, shape: Shape, max_length: int) -> PackedBatch:
         """A padding batch as the input of a graph, with the shared memory for states to read or to record."""
@@ -155,8 +165,3 @@ def _copy(source: torch.Tensor | None, target: torch.Tensor | None) -> None:
     """Copy states; do nothing if either side has none."""
     if source is not None and target is not None:
         target.copy_(source)
-
-
-def _shapes(rows: int) -> list[Shape]:
-    """The shapes to capture for a size, smallest first."""
-    return [Shape(rows, -(-rows // per_tile), rows) for per_tile in ROWS_PER_TILE]

@@ -1,12 +1,12 @@
 """The kernels of gated delta nets. Requires Triton.
 
-`convolve` prepares all rows of a segment, replayed and new ones alike, and `scan` runs them one after the other. A row's
-bits therefore depend on its sequence alone: not on other sequences, the chunks of a prompt, or rejected tokens. Rows of
-a segment count from its checkpoint on.
+`convolve` prepares all rows of a segment, replayed and new ones alike, and `scan` runs them one after the other. The
+bits of a row therefore depend on its sequence alone: not on other sequences, chunks of a prompt, or rejected tokens.
+Rows of a segment count from its checkpoint on.
 """
 
 from specpool.engine.numerics.triton_compat import gdc_wait, tl, triton
-from specpool.engine.passes.gpu.rows import normalized, summed
+from specpool.engine.passes.gpu.rows import summed
 
 # Added to the squared length of queries and keys.
 TINY = tl.constexpr(1e-6)
@@ -89,7 +89,11 @@ def convolve(
         else:
             is_value, inside = head >= 2 * KEY_HEADS, tl.arange(0, WIDTH)[None, :]
             first = tl.where(is_value, 2 * KEY_HEADS * KEY + (head - 2 * KEY_HEADS) * VALUE, head * KEY)
-            feature, mask, x = first + inside, inside < tl.where(is_value, VALUE, KEY), tl.zeros([TILE, WIDTH], tl.float32)
+            feature, mask, x = (
+                first + inside,
+                inside < tl.where(is_value, VALUE, KEY),
+                tl.zeros([TILE, WIDTH], tl.float32),
+            )
             for tap in tl.static_range(TAPS):
                 source = at - (TAPS - 1) + tap
                 is_edge, is_replayed = (source < 0) & (read >= 0), (source >= 0) & (source < num_replayed)
@@ -97,7 +101,9 @@ def convolve(
                 tail = inputs + (read_tail * TAIL_ROWS + source) * FEATURES + feature
                 own = mask & (source >= num_replayed) & (source < end)
                 new = summed(partials, None, row - (TAPS - 1) + tap, feature, own, rows, SIZE, SPLITS, False)
-                value = tl.where(own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0))
+                value = tl.where(
+                    own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0)
+                )
                 value = tl.where(source < 0, tl.load(edge, mask=is_edge & mask, other=0.0), value)
                 factor = tl.load(taps + tap * FEATURES + feature, mask=mask, other=0.0)
                 x += value.to(tl.float32) * factor.to(tl.float32)
@@ -136,7 +142,10 @@ def scan(
         q = tl.load(of_query + row * FEATURES, mask=is_key, other=0.0)
         k = tl.load(of_key + row * FEATURES, mask=is_key, other=0.0)
         v = tl.load(of_value + row * FEATURES, mask=is_value, other=0.0)
-        decay, beta = tl.load(factors + row * 2 * VALUE_HEADS + head), tl.load(factors + (row * 2 + 1) * VALUE_HEADS + head)
+        decay, beta = (
+            tl.load(factors + row * 2 * VALUE_HEADS + head),
+            tl.load(factors + (row * 2 + 1) * VALUE_HEADS + head),
+        )
         for at in range(0, end):
             # Load a row ahead, so that no row waits for its inputs.
             next_row = _work_row(tl.minimum(at + 1, end - 1), index, first_row, num_replayed, rows, TAIL_ROWS)
@@ -154,21 +163,3 @@ def scan(
             if at == num_before - 1:
                 tl.store(states + (write * VALUE_HEADS + head) * KEY * VALUE + place, state, mask=in_state)
             q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
-
-
-@triton.jit(do_not_specialize=["rows"])
-def norm_and_gate(
-    scanned, partials, weight, result, eps, rows,
-    SIZE: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Normalize a value head of a row, and multiply it by the SiLU of its gate."""
-    row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-    mask = feature < DIM
-    factors = tl.load(weight + feature, mask=mask, other=0.0)
-    if OVERLAP:
-        gdc_wait()
-    x = tl.load(scanned + (row * HEADS + head) * DIM + feature, mask=mask, other=0.0)
-    gate = summed(partials, None, row, FIRST + head * DIM + feature, mask, rows, SIZE, SPLITS, False)
-    x = normalized(x, factors, eps, DIM) * (gate / (1 + tl.exp(-gate)))
-    tl.store(result + (row * HEADS + head) * DIM + feature, x.to(result.dtype.element_ty), mask=mask)

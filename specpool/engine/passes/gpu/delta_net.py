@@ -1,4 +1,4 @@
-"""The recurrence of gated delta nets on a GPU: a short convolution, a sequential scan, and a gated norm.
+"""The recurrence of gated delta nets on a GPU: a short convolution, then a sequential scan.
 
 The scan of a segment begins with the state of a checkpoint, replays the rows of its tail, then runs new rows. See
 `specpool.engine.cache.checkpoints`.
@@ -10,12 +10,12 @@ from specpool.engine.cache.recurrent import RecurrentArena
 from specpool.engine.numerics.triton_compat import launch_options, power_of_two, triton
 
 if triton is not None:
-    from specpool.engine.passes.gpu.delta_kernels import convolve, norm_and_gate, scan
+    from specpool.engine.passes.gpu.delta_kernels import convolve, scan
 
 TILE = 8
 """Rows of a segment that a program of the convolution handles at a time."""
 BLOCK = 16
-"""Columns of a state that a program of the scan holds. One warp has registers for them, so it never waits for others."""
+"""Columns of a state that a program of the scan holds: as many as the registers of one warp allow."""
 
 
 def run_segments(
@@ -51,25 +51,3 @@ def run_segments(
         **shape, KEY_WIDTH=power_of_two(key_size), BLOCK=BLOCK, **options, num_warps=1,
     )  # fmt: skip
     return results
-
-
-def gated_norm(
-    scanned: torch.Tensor,  # [rows, value heads, value size]
-    partials: torch.Tensor,  # [splits, rows, features]
-    first: int,
-    weight: torch.Tensor,  # [value size]
-    dtype: torch.dtype,
-    eps: float,
-) -> torch.Tensor:
-    """Normalize the heads of rows, and multiply them by the SiLU of their gates, from feature `first` on.
-
-    Return [rows, value heads * value size] in `dtype`.
-    """
-    rows, heads, dim = scanned.shape
-    result = torch.empty(rows, heads * dim, dtype=dtype, device=scanned.device)
-    norm_and_gate[(rows, heads)](
-        scanned, partials, weight, result, eps, rows,
-        SIZE=partials.shape[2], SPLITS=len(partials), FIRST=first, HEADS=heads, DIM=dim, WIDTH=power_of_two(dim),
-        **launch_options(scanned.device), num_warps=1,
-    )  # fmt: skip
-    return result

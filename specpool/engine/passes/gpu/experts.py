@@ -22,7 +22,12 @@ class GpuExperts(nn.Module):
         self.routing, self.activation, self.correction, self.norm = (
             fused.routing, fused.activation, fused.correction, norm,
         )  # fmt: skip
-        self.router, self.router_bias = nn.Parameter(fused.router.weight, requires_grad=False), fused.router.bias
+        weight, self.router_bias = fused.router.weight, fused.router.bias
+        self.is_gated = fused.shared_gate is not None
+        if self.is_gated:
+            weight = torch.cat([weight, fused.shared_gate.weight])
+        self.router = nn.Parameter(weight, requires_grad=False)
+        """Weight of the router, followed by the one output of the gate of the shared MLP, if it has one."""
         # A router has too few outputs to occupy the GPU, so it is split even where splits differ in size.
         self.router_splits: int = max(1, min(MAX_SPLIT_K, fused.router.in_features // MIN_SPLIT_INPUTS))
         self.gate_up, self.down = (_grouped(linears, self.routing.top_k) for linears in (fused.gate_ups, fused.downs))
@@ -32,13 +37,15 @@ class GpuExperts(nn.Module):
         """Return the branch of normalized rows [rows, hidden]. `slots`: [rows]; -1: the row is padding."""
         # Logits stay in float32: rounding would create ties.
         logits = split_k_gemm(normed, self.router, self.router_splits, torch.float32)
-        chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing)
-        groups = group_choices(chosen, self.gate_up.experts, self.gate_up.tile(chosen.numel(), normed).rows)
+        experts = self.gate_up.experts
+        chosen, weights = choose_experts(logits, self.router_bias, self.correction, slots, self.routing, experts)
+        groups = group_choices(chosen, experts, self.gate_up.tile(chosen.numel(), normed).rows)
         gate_up = self.gate_up(normed, groups, choices_per_row=self.routing.top_k)
         activated = activate(gate_up, None, normed.dtype, self.activation)
         outputs = self.down(activated, groups, choices_per_row=1)
         shared = None if self.shared is None else self.shared(normed)
-        return Addend(combine(outputs, chosen, weights, shared), None, self.norm)
+        gates = logits if self.is_gated else None
+        return Addend(combine(outputs, chosen, weights, shared, gates), None, self.norm)
 
     def scratch_bytes(self, rows: int) -> int:
         """Bytes of the intermediate results of `rows` rows, excluding the shared MLP."""

@@ -1,4 +1,4 @@
-"""The fused pass as about ten kernels per layer, for GPUs.
+"""The fused pass as about ten kernels per layer, for GPUs. `layers` has the layers.
 
 GEMM writes partial sums, which the next kernel adds. All kernels but GEMM and attention handle one row, or one head of
 a row, per program.
@@ -15,29 +15,27 @@ import torch
 from torch import nn
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import page_size_of
+from specpool.engine.cache.recurrent import RecurrentArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.fused_experts import FusedExperts
-from specpool.engine.passes.fused_layers import FusedLayer
+from specpool.engine.passes.fused_layers import DecoderLayer, FusedLayer
 from specpool.engine.passes.gpu import attention
-from specpool.engine.passes.gpu.attention import attend_pages, num_splits
-from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import MANY_ROWS, Gemm
 from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
-from specpool.engine.passes.gpu.rows import Addend, add_and_norm, cap_logits, rotate_and_cache
+from specpool.engine.passes.gpu.layers import GpuDeltaNet, GpuLayer
+from specpool.engine.passes.gpu.rows import Addend, add_and_norm, cap_logits
 from specpool.engine.passes.gpu.states import recorder_of, with_state_slots
 from specpool.engine.passes.kinds import AttentionKind
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.head import Head
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
@@ -51,14 +49,18 @@ def try_kernels(fused: FusedModel) -> None:
     columns = page_size_of(weight.device)
     arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)
     arena.flush()
-    batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed)
+    sizes, segments = fused.recurrent_sizes, list[Segment]()
+    if sizes is not None:
+        arena.recurrent = RecurrentArena(sizes._replace(layers=1), 2, 1, 2, weight.dtype, weight.device)
+        segments.append(Segment(0, 1, 0, NONE, 0, 0, 0, 1, 1))
+    batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed, segments=segments)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
     hidden, added, normed = GpuEmbedding(fused)(replace(batch, input_states=states))
     layers: Any = fused.layers
     kinds = [_kind_of(layer) for layer in layers]
     for layer in (layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)):
         rotary = fused.rotaries[layer.rotary](rows)
-        added, normed = GpuLayer(layer, 0)(hidden, added, batch, rotary, normed), None
+        added, normed = GpuLayer(layer, index=0, cache_index=0)(hidden, added, batch, rotary, normed), None
     add_and_norm(hidden, added, None, fused.eps).sum().item()
     if fused.softcap is not None:
         cap_logits(hidden, fused.softcap).sum().item()
@@ -69,20 +71,26 @@ class GpuModel(ForwardPass):
 
     plans_attention = False
 
-    def __init__(self, fused: FusedModel, max_length: int) -> None:
-        """`max_length`: maximum positions of a sequence, and length of the rotary tables."""
+    def __init__(self, fused: FusedModel, max_length: int, max_sequences: int = 1) -> None:
+        """`max_length`: maximum positions of a sequence, and length of the rotary tables.
+
+        `max_sequences`: maximum number of sequences in a pass, for models with recurrent layers.
+        """
         super().__init__()
-        first: Any = fused.layers[0]
+        attending = [layer for layer in fused.layers if isinstance(layer, FusedLayer)]
+        first = attending[0]
+        self.recurrent_sizes = fused.recurrent_sizes
+        self.max_segments = 0 if self.recurrent_sizes is None else max_sequences
+        """Maximum number of segments of recurrent layers in a pass; 0: there are no such layers."""
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
-        layers: Any = fused.layers
-        for layer in layers:
+        for layer in attending:
             window = layer.attention.window
             if window is not None and window >= max_length:  # full attention is faster
                 layer.attention = layer.attention._replace(window=None)
-        kinds: list[AttentionKind] = [layer.attention for layer in layers]
+        kinds: list[AttentionKind] = [layer.attention for layer in attending]
         self.attention_kinds = tuple({_flags_of(kind): kind for kind in kinds}.values())
         windows = [kind.window for kind in kinds if kind.window is not None]
         self.window = max(windows) if len(windows) == len(kinds) else None
@@ -140,6 +148,11 @@ class GpuModel(ForwardPass):
         """All mixtures of experts, in the order of the pass."""
         return [module for module in self.modules() if isinstance(module, GpuExperts)]
 
+    @property
+    def supports_branches(self) -> bool:
+        """Whether spans may be branches of their sequences. Recurrent layers cannot run them."""
+        return not self.max_segments
+
     def padded_rows(self, count: int) -> int:
         """Round up to one of a few sizes: multiples of 8, coarser for large batches."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
@@ -161,8 +174,11 @@ class GpuModel(ForwardPass):
         )
 
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
-        """The draft loop, captured or eager; None if the model is sharded: ranks synchronize once per pass."""
-        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 else None
+        """The draft loop, captured or eager; None if the pass has none.
+
+        Ranks of a sharded model synchronize once per pass, and recurrent layers need a plan for each pass.
+        """
+        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 and not self.max_segments else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
@@ -171,6 +187,9 @@ class GpuModel(ForwardPass):
         partials += attention.scratch_bytes(
             rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile, self.window
         )
+        segments = min(rows, self.max_segments)
+        nets = [module for module in self.modules() if isinstance(module, GpuDeltaNet)]
+        partials += max((net.scratch_bytes(rows, segments) for net in nets), default=0)
         return partials + self._exchanged_bytes(rows)
 
     def _exchanged_bytes(self, rows: int) -> int:
@@ -184,56 +203,10 @@ class GpuModel(ForwardPass):
         return max(gathered, 2 * split_k * state * torch.float32.itemsize)  # before and after reordering
 
 
-class GpuLayer(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, fused: Any, index: int) -> None:
-        """`fused`: the `FusedLayer` whose weights it takes over."""
-        super().__init__()
-        self.index, self.heads, self.scaling, self.eps = index, fused.heads, fused.scaling, fused.eps
-        self.attention: AttentionKind = fused.attention
-        self.rotary: int = fused.rotary
-        """Index of the layer's rotary tables."""
-        self.qkv, self.qkv_bias = gemm_of(fused.qkv, "attended", fused.group), fused.qkv.bias
-        self.out = BranchEnd(fused.out, "attended", fused.after_attention, fused.group)
-        mlp_class = GpuExperts if isinstance(fused.mlp, FusedExperts) else GpuMlp
-        self.mlp = mlp_class(fused.mlp, fused.after_mlp, fused.group)
-        self.before_attention, self.before_mlp = fused.before_attention, fused.before_mlp
-        self.head_norms = fused.head_norms
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        added: Addend | None,
-        batch: PackedBatch,
-        rotary: Rotary,
-        normed: torch.Tensor | None = None,
-    ) -> Addend:
-        """Return the MLP branch, for the next kernel to add to `hidden` [rows, hidden].
-
-        Adds `added`, the branch of the layer before, and the attention branch to `hidden` in place. `normed`: the
-        input of attention, in place of `hidden`.
-        """
-        arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
-        if normed is None:
-            normed = add_and_norm(hidden, added, self.before_attention, self.eps, recorder_of(batch, self.index))
-        qkv = self.qkv(normed)
-        query = rotate_and_cache(
-            qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, slots, offsets, self.heads,
-            self.eps,
-        )  # fmt: skip
-        attended = attend_pages(
-            query, arena, self.index, batch.tile_begins, batch.tile_sizes, positions, slots,
-            batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length), self.attention,
-        )  # fmt: skip
-        normed = add_and_norm(hidden, self.out(attended.flatten(1)), self.before_mlp, self.eps)
-        branch: Addend = self.mlp(normed, slots) if isinstance(self.mlp, GpuExperts) else self.mlp(normed)
-        return branch
-
-
-def _kind_of(layer: FusedLayer) -> tuple[Any, ...]:
+def _kind_of(layer: DecoderLayer) -> tuple[Any, ...]:
     """Return a key that is equal for layers that run the same kernels."""
-    return _flags_of(layer.attention), type(layer.mlp), layer.mlp.activation
+    attention = _flags_of(layer.attention) if isinstance(layer, FusedLayer) else ()
+    return type(layer), attention, type(layer.mlp), layer.mlp.activation
 
 
 def _flags_of(kind: AttentionKind) -> tuple[Any, ...]:

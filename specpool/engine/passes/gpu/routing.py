@@ -17,22 +17,24 @@ COMBINED = 1024
 
 
 def choose_experts(
-    partials: torch.Tensor,  # [splits, rows, experts] router logits
+    partials: torch.Tensor,  # [splits, rows, experts] router logits, possibly followed by others
     bias: torch.Tensor | None,  # [experts]
     correction: torch.Tensor | None,  # [experts] added to the scores that choose experts
     slots: torch.Tensor,  # [rows]; -1: the row is padding
     routing: Routing,
+    experts: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each row, in order of their scores, and their weights, both [rows, top_k].
 
     Padding has experts -1. NaN scores are chosen last, and make a row NaN.
     """
-    _, rows, experts = partials.shape
+    _, rows, size = partials.shape
     chosen = torch.empty(rows, routing.top_k, dtype=torch.int32, device=partials.device)
     weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=partials.device)
     _choose_experts[(rows,)](
         partials, bias, correction, slots, chosen, weights, rows, routing.scale,
-        EXPERTS=experts, WIDTH=power_of_two(experts), TOP_K=routing.top_k, TOP_WIDTH=power_of_two(routing.top_k),
+        EXPERTS=experts, SIZE=size, WIDTH=power_of_two(experts),
+        TOP_K=routing.top_k, TOP_WIDTH=power_of_two(routing.top_k),
         GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, SPLITS=len(partials), BIASED=bias is not None,
         SIGMOID=routing.scores == "sigmoid", RENORMALIZES=routing.renormalizes,
         **launch_options(partials.device), num_warps=1,
@@ -45,16 +47,18 @@ def combine(
     chosen: torch.Tensor,  # [rows, top_k]; -1: the row is padding
     weights: torch.Tensor,  # [rows, top_k]
     shared: Addend | None,
+    logits: torch.Tensor | None = None,  # [splits, rows, features]
 ) -> torch.Tensor:
     """Add the weighted experts of each row in order of rank, then the shared experts: [1, rows, hidden] in float32.
 
-    The experts add nothing to padding.
+    The experts add nothing to padding. `logits`: the sigmoid of the last feature multiplies the shared experts.
     """
     (rows, top_k), size = chosen.shape, partials.shape[2]
     combined = torch.empty(1, rows, size, dtype=torch.float32, device=partials.device)
     extra, bias = (None, None) if shared is None else (shared.partials, shared.bias)
     _combine[(rows, -(-size // COMBINED))](
-        partials, chosen, weights, extra, bias, combined, rows,
+        partials, chosen, weights, extra, bias, logits, combined, rows,
+        GATES=0 if logits is None else logits.shape[2], GATE_SPLITS=0 if logits is None else len(logits),
         SIZE=size, WIDTH=COMBINED, TOP_K=top_k, SPLITS=len(partials),
         SHARED_SPLITS=0 if extra is None else len(extra), BIASED=bias is not None,
         **launch_options(partials.device), num_warps=4,
@@ -89,7 +93,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["rows"])
     def _choose_experts(
         partials, bias, correction, slots, chosen, weights, rows, scale,
-        EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_WIDTH: tl.constexpr,
+        EXPERTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_WIDTH: tl.constexpr,
         GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
         SIGMOID: tl.constexpr, RENORMALIZES: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
@@ -97,7 +101,7 @@ if triton is not None:
         mask = expert < EXPERTS
         if OVERLAP:
             gdc_wait()
-        logits = summed(partials, bias, row, expert, mask, rows, EXPERTS, SPLITS, BIASED)
+        logits = summed(partials, bias, row, expert, mask, rows, SIZE, SPLITS, BIASED)
         logits = tl.where(mask, logits, float("-inf"))
         if SIGMOID:
             scores = 1 / (1 + tl.exp(-logits))
@@ -125,7 +129,8 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])
     def _combine(
-        partials, chosen, weights, shared, bias, combined, rows,
+        partials, chosen, weights, shared, bias, logits, combined, rows,
+        GATES: tl.constexpr, GATE_SPLITS: tl.constexpr,
         SIZE: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
         SHARED_SPLITS: tl.constexpr, BIASED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
@@ -139,5 +144,9 @@ if triton is not None:
             own = summed(partials, None, choice, feature, is_row, rows * TOP_K, SIZE, SPLITS, False)
             total += tl.load(weights + choice) * own
         if SHARED_SPLITS > 0:
-            total += summed(shared, bias, row, feature, mask, rows, SIZE, SHARED_SPLITS, BIASED)
+            extra = summed(shared, bias, row, feature, mask, rows, SIZE, SHARED_SPLITS, BIASED)
+            if GATES > 0:
+                gate = summed(logits, None, row, GATES - 1 + 0 * feature, mask, rows, GATES, GATE_SPLITS, False)
+                extra = extra / (1 + tl.exp(-gate))
+            total += extra
         tl.store(combined + row * SIZE + feature, total, mask=mask)

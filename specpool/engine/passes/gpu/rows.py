@@ -63,8 +63,8 @@ def add_and_norm(
 
 
 def rotate_and_cache(
-    partials: torch.Tensor,  # [splits, rows, (heads + 2 kv_heads) * dim]: queries, keys and values
-    bias: torch.Tensor | None,  # [(heads + 2 kv_heads) * dim]
+    partials: torch.Tensor,  # [splits, rows, features]: queries, keys and values, possibly others
+    bias: torch.Tensor | None,  # [features]
     norms: torch.Tensor | None,  # [heads + kv_heads, dim] weights of the head norms
     rotary: tuple[torch.Tensor, torch.Tensor],  # cosines and signed sines by position, [positions, dim]
     arena: KVArena,
@@ -86,8 +86,9 @@ def rotate_and_cache(
     _rotate_and_cache[(rows, heads + 2 * kv_heads)](
         partials, _or(bias, partials), _or(norms, partials), *rotary, positions, slots, offsets, tables,
         query, keys, values, rows, columns, tables.shape[1], eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), PAGE=arena.page_size, SPLITS=len(partials),
-        BIASED=bias is not None, NORMED=norms is not None, **launch_options(query.device), num_warps=1,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), PAGE=arena.page_size, SIZE=partials.shape[2],
+        SPLITS=len(partials), BIASED=bias is not None, NORMED=norms is not None,
+        **launch_options(query.device), num_warps=1,
     )  # fmt: skip
     return query
 
@@ -190,21 +191,21 @@ if triton is not None:
         partials, bias, norms, cosines, sines, positions, slots, offsets, tables, query, keys, values,
         rows, columns, pages, eps,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-        SPLITS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+        SIZE: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         if OVERLAP:
             gdc_wait()
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-        mask, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
+        mask = feature < DIM
         position, slot = tl.load(positions + row), tl.load(slots + row)
         is_cached = (head >= HEADS) & (slot >= 0)
         logical = position + tl.load(offsets + row, mask=is_cached, other=0)
         page = tl.load(tables + slot * pages + logical // PAGE, mask=is_cached, other=0).to(tl.int64)
-        x = summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
+        x = summed(partials, bias, row, head * DIM + feature, mask, rows, SIZE, SPLITS, BIASED)
         if head < HEADS + KV_HEADS:
             # The other member of a rotary pair is half a head away and shares the head's norm.
             partner = (feature + DIM // 2) % DIM
-            y = summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
+            y = summed(partials, bias, row, head * DIM + partner, mask, rows, SIZE, SPLITS, BIASED)
             if NORMED:
                 scale = _scale(x, eps, DIM)
                 x = x * scale * tl.load(norms + head * DIM + feature, mask=mask, other=0.0).to(tl.float32)

@@ -47,6 +47,7 @@ def random_experts(
     activation: Activation = SILU,
     biased: bool = False,
     has_shared: bool = False,
+    is_gated: bool = False,
     hidden: int = HIDDEN,
     size: int = SIZE,
 ) -> Any:
@@ -58,6 +59,7 @@ def random_experts(
     shared = SimpleNamespace(activation=activation, gate_up=linear(2 * size, hidden), down=linear(hidden, size))
     return SimpleNamespace(
         shared=shared if has_shared else None, routing=chosen_by, activation=activation, router=linear(EXPERTS, hidden),
+        shared_gate=nn.Linear(hidden, 1, bias=False) if is_gated else None,
         correction=torch.randn(EXPERTS) / 10 if chosen_by.scores == "sigmoid" else None,
         gate_ups=[linear(2 * size, hidden) for _ in range(EXPERTS)],
         downs=[linear(hidden, size) for _ in range(EXPERTS)],
@@ -86,6 +88,8 @@ def expected(fused: Any, rows: torch.Tensor) -> torch.Tensor:
     x = rows.double()
     chosen, weights = fused_experts.choose_experts(apply(fused.router, x), fused.routing, fused.correction)
     branch = torch.zeros_like(x) if fused.shared is None else mlp(fused.shared.gate_up, fused.shared.down, x)
+    if fused.shared_gate is not None:
+        branch *= apply(fused.shared_gate, x).sigmoid()
     for row, rank in torch.cartesian_prod(torch.arange(len(x)), torch.arange(fused.routing.top_k)).tolist():
         expert = int(chosen[row, rank])
         branch[row] += weights[row, rank] * mlp(fused.gate_ups[expert], fused.downs[expert], x[row : row + 1])[0]
@@ -99,8 +103,9 @@ def test_experts_match_float64(name: str, activation: Activation) -> None:
     assert_near(run(GpuExperts(fused, None, SINGLE_RANK), rows, padding=2), expected(fused, rows))
 
 
-def test_split_experts_and_a_shared_mlp_match_float64() -> None:
-    fused = random_experts(PLAIN, biased=True, has_shared=True, hidden=512, size=256)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_split_experts_and_a_shared_mlp_match_float64(is_gated: bool) -> None:
+    fused = random_experts(PLAIN, biased=True, has_shared=True, is_gated=is_gated, hidden=512, size=256)
     experts, rows = GpuExperts(fused, None, SINGLE_RANK), torch.randn(2, 512)
     assert (experts.router_splits, experts.gate_up.split_k, experts.down.split_k) == (4, 4, 2)
     assert_near(run(experts, rows), expected(fused, rows))
@@ -146,7 +151,7 @@ def test_the_last_split_may_be_short() -> None:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_of_equal_scores_the_lower_expert_comes_first(name: str) -> None:
     logits, slots = torch.randint(0, 2, (ROWS, EXPERTS)).float(), torch.zeros(ROWS, dtype=torch.int64)
-    chosen, weights = choose_experts(logits[None], None, None, slots, ROUTINGS[name])
+    chosen, weights = choose_experts(logits[None], None, None, slots, ROUTINGS[name], logits.shape[1])
     reference, factors = fused_experts.choose_experts(logits, ROUTINGS[name], None)
     assert torch.equal(chosen.long(), reference)
     torch.testing.assert_close(weights, factors)
@@ -155,7 +160,7 @@ def test_of_equal_scores_the_lower_expert_comes_first(name: str) -> None:
 def test_nan_scores_spoil_only_their_row() -> None:
     logits, slots = torch.randn(2, EXPERTS), torch.zeros(2, dtype=torch.int64)
     logits[0, 3] = torch.nan
-    chosen, weights = choose_experts(logits[None], None, None, slots, PLAIN)
+    chosen, weights = choose_experts(logits[None], None, None, slots, PLAIN, logits.shape[1])
     assert ((chosen >= 0) & (chosen < EXPERTS)).all()
     assert weights[0].isnan().all()
     assert weights[1].isfinite().all()

@@ -20,7 +20,7 @@ from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.passes.drafts import Draft, DraftRound
-from specpool.engine.passes.gpu import attention, gemm, graphs, model
+from specpool.engine.passes.gpu import attention, gemm, graphs, layers
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
@@ -90,7 +90,7 @@ def test_a_note_says_why_kernels_cannot_run(tmp_path: Path, monkeypatch: pytest.
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(forward, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(model, "attend_pages", refuse)
+    monkeypatch.setattr(layers, "attend_pages", refuse)
     engine = load_engine(save_random(tmp_path, *VARIANTS["qwen3"]), native=False, max_model_len=64)
     assert "no such instruction" in engine.info().notes[0]
     assert engine.bitwise

@@ -11,6 +11,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
+from specpool.engine.passes.gpu.gates import gated, gated_norm
 from specpool.engine.passes.gpu.gemm import Gemm, cublas_rows_of
 from specpool.engine.passes.gpu.rows import Addend, Recorder, activate, add_and_norm, cap_logits, rotate_and_cache
 from specpool.engine.passes.kinds import FULL_ATTENTION, SILU, Activation, AttentionKind
@@ -350,3 +351,18 @@ def test_logits_are_capped_in_place(dtype: torch.dtype) -> None:
     assert cap_logits(logits, 30.0) is logits
     assert_near(logits / 30, expected / 30, dtype)
     assert torch.equal(alone[0], logits[1])
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gates(dtype: torch.dtype, splits: int) -> None:
+    read, weight, heads, dim, first = torch.randn(5, 3, 6), torch.rand(6), 3, 6, 7
+    partials, bias = random_partials(splits, 5, first + heads * dim + 2, dtype), torch.randn(27).to(dtype)
+    gates = partials.double().sum(0)[:, first : first + heads * dim].view(read.shape)
+    result = gated_norm(read, partials, first, weight, dtype, 1e-6)
+    expected = rms_norm(read.double(), weight.double(), 1e-6) * silu(gates)
+    assert_near(result, expected.flatten(1), dtype)
+    assert torch.equal(gated_norm(read[3:4], partials[:, 3:4].contiguous(), first, weight, dtype, 1e-6)[0], result[3])
+    attended = read.to(dtype)
+    expected = attended.double() * (gates + bias[first : first + heads * dim].double().view(heads, dim)).sigmoid()
+    assert_near(gated(attended, partials, bias, first), expected, dtype)

@@ -1,0 +1,80 @@
+"""Models with gated delta nets on GPU kernels: interpreted, and in captured passes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from delta_nets import save_delta_net
+from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from tiny_models import load_engine, random_tokens, transformers_logits
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.run import pass_selection as forward
+from specpool.engine.run.engine import Engine
+
+pytest.importorskip("triton")
+
+# The interpreter is slow.
+SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+         "linear_num_value_heads": 2, "linear_value_head_dim": 16}  # fmt: skip
+LENGTH = 14
+
+
+def assert_rounds_have_the_bits_of(engine: Engine, expected: torch.Tensor, tokens: list[int]) -> None:
+    """Run a prompt, then verifications beside another sequence. Some drafts are rejected, and a round repeated."""
+    engine.forward([Span(0, 0, tokens[:4], 1), Span(2, 0, tokens[:2], 1)])
+    wrong = [tokens[5], *(token + 1 for token in tokens[6:8])]
+    rounds = [
+        [Span(2, 2, tokens[2:3], 1), Span(0, 4, [tokens[4], *wrong], 4, num_tentative=3)],
+        [Span(0, 6, tokens[6:10], 4, num_tentative=3), Span(2, 3, tokens[3:5], 2, num_tentative=1)],
+        [Span(0, 6, tokens[6:10], 4, num_tentative=3)],
+        [Span(2, 5, tokens[5:6], 1), Span(0, 10, tokens[10:14], 4)],
+    ]
+    rows = [engine.forward(spans) for spans in rounds]
+    found = {1: rows[0][:1], 5: rows[0][1:3], 10: rows[1][:4], 14: rows[3][1:]}
+    assert torch.equal(rows[0][0], expected[2])
+    assert torch.equal(found[5], expected[4:6])
+    assert torch.equal(found[10], expected[6:10])
+    assert torch.equal(rows[1][4:], expected[3:5])
+    assert torch.equal(rows[2], expected[6:10])
+    assert torch.equal(rows[3][:1], expected[5:6])
+    assert torch.equal(found[14], expected[10:14])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_kernels_match_transformers_and_decoding_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run_by_kernels(monkeypatch)
+    folder = save_delta_net(tmp_path, name, **SMALL, **({"mlp_only_layers": []} if name == "qwen3_next" else {}))
+    options = {"native": False, "cuda_graphs": False, "max_sequences": 3, "max_model_len": 32}
+    engine = load_engine(folder, exact=False, **options)
+    assert isinstance(engine.forward_pass, GpuModel)
+    assert not engine.notes
+    assert not engine.supports_branches
+    assert engine.draft_loop is None
+    tokens = random_tokens(LENGTH)
+    expected = engine.forward([Span(1, 0, tokens, LENGTH)])
+    torch.testing.assert_close(expected, transformers_logits(folder, tokens), atol=5e-5, rtol=1e-4)
+    assert_rounds_have_the_bits_of(engine, expected, tokens)
+
+
+def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeGraphs()
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake)
+    monkeypatch.setattr(CapturedModel, "captured_rows", 8)
+    engine = load_engine(
+        save_delta_net(tmp_path, **SMALL), exact=False, native=False, max_sequences=3, max_model_len=32
+    )
+    assert isinstance(engine.forward_pass, CapturedModel)
+    recurrent, tokens = engine.layout.arena.recurrent, random_tokens(LENGTH)
+    assert recurrent is not None
+    assert not any(tensor.any() for tensor in (recurrent.states, recurrent.edges, recurrent.inputs, recurrent.gates))
+    with engine.forward_pass.eager():
+        expected = engine.forward([Span(1, 0, tokens, LENGTH)])
+    replayed = fake.replayed
+    assert_rounds_have_the_bits_of(engine, expected, tokens)
+    assert fake.replayed == replayed + 5
