@@ -1,6 +1,7 @@
 """A carried feature draft drafts the same tokens as a draft worker that gets the same hidden states."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eagle_heads import save_eagle_head
@@ -17,9 +18,10 @@ from target_worker.verifier import Verifier
 
 PROMPT = tuple(random_tokens(40))
 K, WINDOW = 3, 64
+MTP_FAMILIES: dict[str, dict[str, Any]] = {"glm4_moe": {"num_hidden_layers": 4}, "qwen3_5_text": {}}
 
 
-@pytest.fixture(scope="module", params=["trained draft", "EAGLE-1", "EAGLE-3", "MTP"])
+@pytest.fixture(scope="module", params=["trained draft", "EAGLE-1", "EAGLE-3", "glm4_moe", "qwen3_5_text"])
 def engines(
     request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Engine, Engine]:
@@ -28,8 +30,8 @@ def engines(
     if request.param == "trained draft":
         draft = save_pair_draft(folder, *tiny_pair, (1, 2))
         return load_engine(tiny_pair[0]), load_engine(draft, exact=False)
-    if request.param == "MTP":
-        target = save_mtp_target(folder, "glm4_moe", num_hidden_layers=4)
+    if request.param in MTP_FAMILIES:
+        target = save_mtp_target(folder, request.param, **MTP_FAMILIES[request.param])
         return load_engine(target), load_engine(Path("mtp"), exact=False, target_model=str(target))
     target = save_model(folder / "target", small_config("llama", num_hidden_layers=8))
     head = save_eagle_head(folder / "head", int(request.param[-1]))

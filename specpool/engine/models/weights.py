@@ -29,7 +29,7 @@ from specpool.engine.models.vision_language import RENAMED, WRAPPER, is_text_wei
 from specpool.engine.models.weight_files import check_weights, read_tensor, safetensors_files
 from specpool.engine.weights.quantized import Weight
 
-FILES = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors"]
+FILES = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, "model-*-of-*.safetensors", "model.safetensors-*-of-*.safetensors"]
 
 
 def download_weights(options: EngineOptions, report: Callable[[str], None]) -> None:

@@ -220,11 +220,13 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
     torch.testing.assert_close(*logits, atol=0, rtol=0)
 
 
-def test_kernels_run_layers(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""
     pytest.importorskip("triton")
+    target = save_mtp_target(tmp_path, family)
     options: dict[str, Any] = {
-        "exact": False, "target_model": str(glm), "max_sequences": 3, "max_model_len": 32, "native": False,
+        "exact": False, "target_model": str(target), "max_sequences": 3, "max_model_len": 32, "native": False,
     }  # fmt: skip
     fused, tokens, given = (
         load_engine(Path("mtp"), **options),
