@@ -4,7 +4,7 @@ The target asks for its limit once its weights are loaded. At that point, the dr
 Both caches are thus sized with the weights of both models in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,14 +35,16 @@ class PairMemory:
         self._target = needs
         if self._draft is None:
             self._draft = self._load_draft(needs, self._limit_draft)
+        limit = _counting(self._shared, self._counted)
         if needs.options.kv_memory is not None:
-            return self._shared
-        kv_bytes = 0 if self._draft_kv_memory is None else self._draft.footprint.kv
-        limit = replace(self._shared, position_bytes=self._position_bytes)
+            return limit
+        caches: dict[str, int] = {}
+        if self._draft_kv_memory is not None:
+            caches = {"kv": self._draft.footprint.kv, "states": self._draft.footprint.states}
         if limit.included is None:  # a share of the free memory
-            return replace(limit, beside=Footprint(0, 0, kv_bytes))
+            return replace(limit, beside=Footprint(0, 0, **caches))
         included = replace(needs.others, base=limit.included.base)
-        beside = replace(_beside(included, self._draft_others, needs.facts.device), kv=kv_bytes)
+        beside = replace(_beside(included, self._draft_others, needs.facts.device), **caches)
         return replace(limit, included=included, beside=beside)
 
     def _limit_draft(self, needs: CacheNeeds) -> KVLimit:
@@ -53,14 +55,19 @@ class PairMemory:
         device = needs.facts.device
         beside = _beside(self._draft_others, target.others, device)
         self._shared = kv_limit(target.options, self._draft_others, device, beside)
-        self._position_bytes = target.position_bytes + needs.position_bytes
-        limit, position_bytes = self._shared, self._position_bytes
         if self._draft_kv_memory is not None:
-            limit, position_bytes = KVLimit("draft_kv_memory", self._draft_kv_memory), needs.position_bytes
-            self._position_bytes = target.position_bytes
-        elif target.options.kv_memory is not None:  # the size of the target's cache alone
-            position_bytes = target.position_bytes
-        return replace(limit, position_bytes=position_bytes, max_model_len=target.facts.max_model_len)
+            self._counted = [target]
+            limit = _counting(KVLimit("draft_kv_memory", self._draft_kv_memory), [needs])
+        else:  # `kv_memory` is the size of the target's cache alone
+            self._counted = [target] if target.options.kv_memory is not None else [target, needs]
+            limit = _counting(self._shared, self._counted)
+        return replace(limit, max_model_len=target.facts.max_model_len)
+
+
+def _counting(limit: KVLimit, caches: Sequence[CacheNeeds]) -> KVLimit:
+    """Return the limit with the positions and recurrent states of these caches counted against it."""
+    position_bytes, states = sum(each.position_bytes for each in caches), sum(each.state_bytes for each in caches)
+    return replace(limit, position_bytes=position_bytes, states=states)
 
 
 def _beside(own: Footprint, other: Footprint, device: torch.device) -> Footprint:

@@ -15,6 +15,8 @@ ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "zeros", "li
 GATHERING = {"embedding", "index"}
 # Grids of torch's kernels are unknown. Assume that they occupy all SMs.
 EVEN = (132, 1, 1)
+MAX_VERIFIED = 64
+"""New tokens of a sequence up to which a pass is a verification whose drafts were all accepted the last time."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Work:
     sequences: int
     tokens: int  # new tokens of each sequence
     cached: int  # cached positions of each sequence
+
+    @property
+    def scanned(self) -> int:
+        """Rows of each sequence in a recurrent layer. A verification replays the drafts that the last one accepted."""
+        return self.tokens + (self.tokens - 1 if self.tokens <= MAX_VERIFIED else 0)
 
 
 @dataclass(frozen=True)

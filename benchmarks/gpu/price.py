@@ -1,13 +1,14 @@
-"""Prices steps and rounds of Qwen3-8B for a GPU, without one: bytes, operations and launches, against the roofline.
+"""Prices steps and rounds of a target for a GPU, without one: bytes, operations and launches, against the roofline.
 
-    python -m benchmarks.gpu.price [--device h200] [--cached 512] [--steps 1 8x5 draft8x4 eagle8x4 round8x4]
-        [--step NAME] [--host-ms 0.04] [--acceptance 0.7]
+    python -m benchmarks.gpu.price [--target qwen3-8b] [--device h200] [--cached 512]
+        [--steps 1 8x5 draft8x4 eagle8x4 round8x4] [--step NAME] [--host-ms 0.04] [--acceptance 0.7]
 
 A step is sequences x new tokens, such as 8x5. "draft8x4" is a draft loop of 4 tokens for 8 sequences on Qwen3-0.6B,
 "eagle8x4" the same on an EAGLE-3 head that reads the 8x5 rows of a verification, and "round8x4" a verification and
 the next drafts of such a head. The floor is the time to read weights and cache once, or to compute. The estimate
-adds repeated reads, uneven work, latencies, and gaps between kernels. --step prints the kernels of a step. The last
-line is JSON.
+adds repeated reads, uneven work, latencies, and gaps between kernels. Hybrid targets, such as qwen3.5-9b, have no
+drafts; their verifications replay the drafts of the round before, and 1x2048 is a prefill. --step prints the kernels
+of a step. The last line is JSON.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,19 @@ from typing import Any
 import triton
 
 from benchmarks.gpu.launches import Launch, Recorder
-from benchmarks.gpu.rounds import Rounds, Step, step_of
+from benchmarks.gpu.rounds import TARGET, Rounds, Step, step_of
 from benchmarks.gpu.traffic import Traffic, traffic_of
 from benchmarks.kernels import compiling
 from benchmarks.report import chance, finish, milliseconds, output_folder, parser_of, progress, show, whole
+from benchmarks.shapes import HYBRID_SHAPES
+from specpool.engine.cache.layout import GPU_PAGE_SIZE
+from specpool.engine.cache.memory import weight_bytes
+from specpool.engine.cache.recurrent import tail_rows
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 
 STEPS = ("1", "8", "8x5", "64", "64x5", "draft8x4", "eagle8x4", "round1x4", "round8x4", "round64x4")
+HYBRID_STEPS = ("1", "1x5", "8", "8x5", "64", "64x5", "1x2048")
 MAX_CACHED = 32_768
 Row = dict[str, Any]
 
@@ -42,12 +50,14 @@ class Device:
     dependent_gap: float = 0.2e-6  # the same with programmatic dependent launch
     ramp: float = 2.2e-6  # of any kernel: the mean of those that move next to nothing
     latency: float = 1.3e-6  # until a tile's inputs arrive in a GEMM while all SMs load
+    scanned: float = 0.6e-6  # of a row in a recurrence, if its warp runs alone on its scheduler: assumed
+    issue: float = 0.36e-6  # of the 631 instructions of such a row, at one a cycle of 1.755 GHz
     block: float = 0.35e-6  # of a block of positions in attention, for each warp of the program that handles it
 
 
 DEVICES = {"h100": Device(hbm=3.35e12), "h200": Device(hbm=4.8e12)}
 # Limits of an SM of sm_90, granularity of a warp's registers, and shared memory that the system takes from a program.
-REGISTERS, SHARED, WARPS, PROGRAMS = 65_536, 228 * 1024, 64, 32
+REGISTERS, SHARED, WARPS, PROGRAMS, SCHEDULERS = 65_536, 228 * 1024, 64, 32, 4
 REGISTER_UNIT, RESERVED_SHARED = 256, 1024
 
 
@@ -81,6 +91,8 @@ class Price:
     def chain(self) -> float:
         """Seconds of the work that an SM does in sequence."""
         device, traffic, launch, kernel = self.device, self.traffic, self.launch, self.launch.kernel
+        if traffic.scanned:
+            return traffic.scanned * max(device.scanned, traffic.programs / device.sms / SCHEDULERS * device.issue)
         if traffic.blocks:
             return max(traffic.chain, traffic.blocks / device.sms) * launch.warps * device.block
         resident = programs_per_sm(kernel.registers, kernel.shared, launch.warps) if kernel else PROGRAMS
@@ -127,6 +139,31 @@ def round_row(step: Step, round_ms: float, plain_ms: float, acceptance: float) -
     }  # fmt: skip
 
 
+def memory_row(model: GpuModel, rows: int) -> Row:
+    """The memory of a hybrid model and of its sequences. `rows`: of a tail."""
+    sizes, dtype = model.recurrent_sizes, model.compute_dtype
+    assert sizes is not None
+    checkpoint, attending = sizes.checkpoint_bytes(dtype), len(model.layers) - sizes.layers
+    own = CHECKPOINTS_PER_SLOT * checkpoint + sizes.tails_bytes(dtype, rows)
+    return {
+        "weights_gb": round(weight_bytes(model) / 1e9, 1), "checkpoint_mib": round(checkpoint / 2**20, 1),
+        "sequence_mib": round(own / 2**20, 1),
+        "kv_kib_a_position": 2 * attending * model.kv_heads * model.head_dim * dtype.itemsize / 1024,
+    }  # fmt: skip
+
+
+def states_row(step: Step, prices: Sequence[Price]) -> Row:
+    """The share of the recurrence in a step of a hybrid model, and the states that it reads and writes."""
+    scans, parts = [price for price in prices if price.launch.name == "scan"], ("scan", "convolve", "gate")
+    bounds = scans[0].bounds
+    return {
+        "step": step.name, "states_gb": round(sum(price.traffic.once for price in scans) / 1e9, 2),
+        "scan_ms": round(milliseconds_of(scans), 2), "scan_bound": max(bounds, key=bounds.__getitem__),
+        "recurrence_ms": round(milliseconds_of([price for price in prices if price.launch.name in parts]), 2),
+        "gemm_ms": round(milliseconds_of([price for price in prices if price.traffic.flop]), 2),
+    }  # fmt: skip
+
+
 def kernel_rows(prices: Sequence[Price]) -> list[Row]:
     """The figures of each kernel, longest first. Launches with equal figures share a row."""
     alike: dict[tuple[Any, ...], list[Price]] = {}
@@ -149,18 +186,23 @@ def kernel_rows(prices: Sequence[Price]) -> list[Row]:
 def main() -> None:
     """Parse the command line, compile, print."""
     parser = parser_of(__doc__)
+    parser.add_argument("--target", choices=(TARGET, *HYBRID_SHAPES), default=TARGET)
     parser.add_argument("--device", choices=DEVICES, default="h200")
     parser.add_argument("--cached", type=whole(0, MAX_CACHED), default=512, help="cached positions of each sequence")
-    parser.add_argument("--steps", type=step_of, nargs="+", default=[step_of(name) for name in STEPS])
+    parser.add_argument("--steps", type=step_of, nargs="+", help="default: several")
     parser.add_argument("--step", type=step_of, help="print the kernels of this step")
     parser.add_argument("--host-ms", type=milliseconds, default=0.04, help="host time between two rounds")
     parser.add_argument("--acceptance", type=chance, default=0.7, help="probability that a draft token is accepted")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    device, steps = DEVICES[options.device], [*options.steps, *([options.step] if options.step else [])]
+    is_hybrid = options.target != TARGET
+    priced = options.steps or [step_of(name) for name in (HYBRID_STEPS if is_hybrid else STEPS)]
+    device, steps = DEVICES[options.device], [*priced, *([options.step] if options.step else [])]
+    if is_hybrid and any(step.kind for step in steps):
+        parser.error(f"{options.target} has no drafts")
     plain = {step: step_of(f"{step.sequences}") for step in steps if step.kind == "round"}
     with compiling(recorder := Recorder()):
-        models = Rounds(recorder, options.cached)
+        models = Rounds(recorder, options.cached, options.target)
         needed = progress(list(dict.fromkeys([*steps, *plain.values()])), "compiling")
         prices = {
             step: [Price(launch, traffic_of(launch, device.l2_bytes), device) for launch in models.launches(step)]
@@ -170,12 +212,25 @@ def main() -> None:
     for step, one in plain.items():
         ms, plain_ms = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))
         rounds.append(round_row(step, ms, plain_ms, options.acceptance))
-    show(f"{options.device}, {options.cached} cached", rows)
+    show(f"{options.target}, {options.device}, {options.cached} cached", rows)
+    memory = [memory_row(models.target, tail_rows(GPU_PAGE_SIZE))] if is_hybrid else []
+    recurrence = [states_row(step, prices[step]) for step in dict.fromkeys(steps) if is_hybrid]
+    show("memory", memory)
+    show("recurrence", recurrence)
     show(f"rounds, {options.host_ms} ms on the host, acceptance {options.acceptance}", rounds)
     kernels = {step.name: kernel_rows(prices[step]) for step in steps}
     show(options.step.name if options.step else "", kernels[options.step.name] if options.step else [])
     named = {"name": options.device, **asdict(device)}
-    result = {"device": named, "cached": options.cached, "steps": rows, "rounds": rounds, "kernels": kernels}
+    result = {
+        "device": named,
+        "target": options.target,
+        "cached": options.cached,
+        "memory": memory,
+        "recurrence": recurrence,
+        "steps": rows,
+        "rounds": rounds,
+        "kernels": kernels,
+    }
     finish("price", {"triton": triton.__version__, **result}, options.output)
 
 

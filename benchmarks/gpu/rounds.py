@@ -1,4 +1,4 @@
-"""Runs passes, draft loops and rounds of Qwen3-8B on the meta device, for a recorder of launches."""
+"""Runs passes, draft loops and rounds of a target on the meta device, for a recorder of launches."""
 
 import re
 from argparse import ArgumentTypeError
@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.gpu.launches import Launch, Recorder, TorchKernels, Work
 from benchmarks.kernels import accept_drafts, draft, model_of, run
-from benchmarks.shapes import HEAD_SHAPES, SHAPES
+from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, SHAPES
 from specpool.engine.passes.gpu.choice import choose
+from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.sampling.head import Head
 
 # Rows from which the engine chose cuBLAS on an H200, by outputs and inputs of the weight.
@@ -41,17 +42,22 @@ def step_of(name: str) -> Step:
 class Rounds:
     """The models of all steps. Use it while the recorder compiles."""
 
-    def __init__(self, recorder: Recorder, cached: int) -> None:
-        """`cached`: cached positions of each sequence."""
-        self._recorder, self._cached = recorder, cached
+    def __init__(self, recorder: Recorder, cached: int, target: str = TARGET) -> None:
+        """`cached`: cached positions of each sequence. Other targets than `TARGET` have no drafts."""
+        self._recorder, self._cached, self._target = recorder, cached, target
         self._models = {
             name: model_of(shape, torch.bfloat16, shape["num_hidden_layers"])
-            for name, shape in (SHAPES | HEAD_SHAPES).items()
-            if name in (TARGET, DRAFT, EAGLE)
+            for name, shape in (SHAPES | HYBRID_SHAPES | HEAD_SHAPES).items()
+            if name in ((TARGET, DRAFT, EAGLE) if target == TARGET else (target,))
         }
         for model in self._models.values():
             for gemm in model.gemms():
                 gemm.cublas_rows = CUBLAS_ROWS.get((gemm.out_features, gemm.in_features))
+
+    @property
+    def target(self) -> GpuModel:
+        """The target's pass."""
+        return self._models[self._target]
 
     @torch.inference_mode()
     def launches(self, step: Step) -> list[Launch]:
@@ -60,10 +66,10 @@ class Rounds:
         count, k = step.sequences, step.tokens
         verified = Work(count, k + (step.kind in ("eagle", "round")), self._cached)
         if step.kind in ("", "round"):
-            self._run(TARGET, verified)
+            self._run(self._target, verified)
         if step.kind == "round":
-            self._choose(TARGET, verified)
-            accept_drafts(self._models[TARGET])
+            self._choose(self._target, verified)
+            accept_drafts(self._models[self._target])
         if step.kind in ("eagle", "round"):
             self._draft(EAGLE, verified, k)
         if step.kind == "draft":

@@ -23,10 +23,13 @@ class Traffic:
     programs: int = 1  # with work
     chain: int = 0  # tiles of inputs, or blocks of positions, that a program handles one after the other
     blocks: int = 0  # blocks of positions that all programs handle, in attention
+    scanned: int = 0  # rows that a program handles one after the other, in a recurrence
 
 
 def traffic_of(launch: Launch, l2_bytes: int) -> Traffic:
     """The traffic of a launch. `l2_bytes`: larger tensors do not stay in the L2 cache."""
+    if (own := {"scan": _scan, "convolve": _convolve, "grouped_gemm": _grouped_gemm}.get(launch.name)) is not None:
+        return own(launch, l2_bytes)
     if "TILE_N" in launch.arguments:
         return _gemm(launch, l2_bytes)
     if "HEIGHT" in launch.arguments:
@@ -71,6 +74,44 @@ def _attend(launch: Launch, l2_bytes: int) -> Traffic:
         chain=blocks if given["SERIAL"] else -(-min(length, given["SPLIT"]) // block),
         blocks=tiles * blocks,
     )
+
+
+def _grouped_gemm(launch: Launch, l2_bytes: int) -> Traffic:
+    """Rows choose experts at random, so that few rows choose different ones. Only chosen experts are read."""
+    given = launch.arguments
+    (experts, outputs, inputs), choices, written = given["weight"].shape, given["choices"], given["partials"].nbytes
+    chosen = round(experts * (1 - (1 - 1 / experts) ** choices))
+    row_tiles, output_tiles = chosen + choices // given["TILE_ROWS"], -(-outputs // given["TILE_N"])
+    weight = outputs * inputs * given["weight"].itemsize
+    return Traffic(
+        once=chosen * weight,
+        spilled=_spill(written, l2_bytes),
+        l2=row_tiles * weight + output_tiles * choices * inputs * given["x"].itemsize + written,
+        flop=2 * row_tiles * given["TILE_ROWS"] * output_tiles * given["TILE_N"] * inputs,
+        needed_flop=2 * choices * outputs * inputs,
+        programs=row_tiles * prod(launch.grid[1:]),
+        chain=-(-given["SPLIT_K"] // given["TILE_K"]),
+    )
+
+
+def _scan(launch: Launch, l2_bytes: int) -> Traffic:
+    """Each program reads and writes some columns of a state, and loads queries, keys and values of every row."""
+    given, work, programs = launch.arguments, launch.work, launch.work.sequences * prod(launch.grid[1:])
+    states = 2 * work.sequences * given["states"][0].nbytes
+    loaded = programs * work.scanned * (2 * given["KEY"] + given["BLOCK"]) * PARTIALS
+    spilled = _spill(given["results"].nbytes, l2_bytes)
+    return Traffic(states, spilled, states + loaded + given["results"].nbytes, programs=programs, scanned=work.scanned)
+
+
+def _convolve(launch: Launch, l2_bytes: int) -> Traffic:
+    """Each row loads the inputs of all taps. The inputs of new rows in tails stay in memory."""
+    given, work, features = launch.arguments, launch.work, launch.arguments["prepared"].shape[1]
+    rows, size = work.sequences * work.scanned, given["inputs"].itemsize
+    kept = work.sequences * min(work.tokens, given["TAIL_ROWS"]) * features * size
+    prepared, tiles = rows * features * PARTIALS, -(-work.scanned // given["TILE"])
+    programs = work.sequences * launch.grid[1] * min(launch.grid[2], tiles)
+    moved = rows * given["TAPS"] * features * size + prepared + kept
+    return Traffic(kept, _spill(prepared, l2_bytes), moved, programs=programs)
 
 
 def _cublas(launch: Launch, l2_bytes: int) -> Traffic:

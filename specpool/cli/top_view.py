@@ -99,6 +99,8 @@ class Worker:
     kv_usage: float | None
     """Share of the KV cache's pages held by sequences."""
     kv_bytes: int | None
+    state_bytes: int
+    """Bytes of recurrent states; 0 if the model has none, or before the worker is ready."""
     """Size of the KV cache."""
 
 
@@ -179,6 +181,7 @@ def _worker(role: str, state: pb.WorkerState, is_carried: bool) -> Worker:
         slots_total=load.slots_total if load is not None else None,
         kv_usage=1 - load.kv_positions_free / positions if load is not None and positions else None,
         kv_bytes=load.kv_bytes_total or None if load is not None else None,
+        state_bytes=load.state_bytes_total if load is not None else 0,
     )
 
 

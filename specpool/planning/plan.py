@@ -108,7 +108,7 @@ def worker_needs(memory: Memory, on_gpu: bool, slots: int, positions: int | None
     # Weights pass through host memory on their way to a GPU.
     request = memory.weights + GPU_HOST_BYTES if on_gpu else device + HOST_BYTES
     return WorkerNeeds(
-        slot_bytes=memory.slot_positions(positions) * memory.kv_per_position,
+        slot_bytes=memory.slot_bytes(positions),
         kv_bytes=kv,
         device_bytes=device,
         request_bytes=request,

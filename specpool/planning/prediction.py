@@ -26,6 +26,10 @@ class Memory:
     """The worker rounds a sequence's positions up to a multiple of this."""
     max_model_len: int
     """Maximum positions of a sequence."""
+    state_per_slot: int = 0
+    """Recurrent states of a slot, and of the prefix cache per slot."""
+    slots: int = 0
+    """Measured slots."""
 
     @property
     def full_slot(self) -> int:
@@ -39,11 +43,17 @@ class Memory:
 
     def capacity(self, positions: int | None) -> int:
         """Return how many sequences of this length fit in the measured KV cache."""
-        return self.positions // self.slot_positions(positions)
+        capacity = self.positions // self.slot_positions(positions)
+        return min(capacity, self.slots) if self.state_per_slot else capacity
 
     def kv_bytes(self, slots: int, positions: int | None) -> int:
-        """Return the bytes of a KV cache for `slots` sequences, with room for at least one of full length."""
-        return max(self.full_slot, slots * self.slot_positions(positions)) * self.kv_per_position
+        """Return the bytes of a KV cache with the states of `slots` sequences, and at least one of full length."""
+        kv_positions = max(self.full_slot, slots * self.slot_positions(positions))
+        return kv_positions * self.kv_per_position + slots * self.state_per_slot
+
+    def slot_bytes(self, positions: int | None) -> int:
+        """Return the bytes of a sequence of this length."""
+        return self.slot_positions(positions) * self.kv_per_position + self.state_per_slot
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,8 @@ class Model:
                 positions=info.kv_positions_total or info.slots_total * info.max_model_len,
                 multiple=max(1, info.kv_positions_multiple),
                 max_model_len=info.max_model_len,
+                state_per_slot=info.state_bytes_total // max(1, info.slots_total),
+                slots=info.slots_total,
             ),
             tokenizer_fingerprint=info.tokenizer_fingerprint,
             step_seconds=info.step_seconds,

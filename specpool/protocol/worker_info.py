@@ -75,6 +75,8 @@ class WorkerInfo:
     slots_in_use: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_total: int = 0
+    state_bytes_total: int = 0
+    """Bytes of recurrent states, of all slots and of the prefix cache."""
     kv_positions_total: int = 0
     kv_positions_free: int = 0
     kv_positions_multiple: int = 0

@@ -182,7 +182,7 @@ class Branch(_message.Message):
     def __init__(self, num_accepted: _Optional[int] = ..., token_id: _Optional[int] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "max_rounds_ahead", "max_branches", "supports_grammars", "returns_features")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks", "max_rounds_ahead", "max_branches", "supports_grammars", "returns_features", "state_bytes_total")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class WorkerLoad(_message.Message):
     MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -213,7 +214,8 @@ class WorkerLoad(_message.Message):
     max_branches: int
     supports_grammars: bool
     returns_features: bool
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., supports_grammars: _Optional[bool] = ..., returns_features: _Optional[bool] = ...) -> None: ...
+    state_bytes_total: int
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ..., max_rounds_ahead: _Optional[int] = ..., max_branches: _Optional[int] = ..., supports_grammars: _Optional[bool] = ..., returns_features: _Optional[bool] = ..., state_bytes_total: _Optional[int] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")

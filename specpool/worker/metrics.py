@@ -83,11 +83,13 @@ def _memory(infos: Mapping[str, WorkerInfo]) -> Iterator[Metric]:
     of_ranks: dict[tuple[str, str, str], float] = {}
     for worker, info in infos.items():
         parts = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
+        if info.state_bytes_total:
+            parts["recurrent_states"] = info.state_bytes_total
         memory |= {(worker, part): size for part, size in parts.items()}
         for number, rank in enumerate(info.ranks):
             parts = {"weights": rank.weight_bytes, "kv_cache": rank.kv_bytes, "activations": rank.activation_bytes}
             of_ranks |= {(worker, str(number), part): size for part, size in parts.items()}
-    text = "Memory of the weights and the KV cache, and the maximum of a pass."
+    text = "Memory of the weights, KV cache and recurrent states, and the maximum of a pass."
     yield Families().gauge("worker_memory_bytes", text, memory, "worker", "part")
     if of_ranks:
         text = "Memory of each rank of a sharded model; no samples for any other model."

@@ -12,7 +12,7 @@ from interpreted_kernels import FakeGraphs, attend_pages, imitate_kernels
 from benchmarks import shapes
 from benchmarks.gpu import engines, exactness, part, steps
 from benchmarks.gpu.part import Findings, Settings
-from specpool.engine.passes.gpu import draft_loop, model
+from specpool.engine.passes.gpu import draft_loop, layers
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.states import StateMemory
 from specpool.engine.run import pass_selection as forward
@@ -41,7 +41,7 @@ def _round_otherwise_in_batches(patch: pytest.MonkeyPatch) -> None:
         is_long, has_many_rows = positions.max() > 60, len(query) > 8
         return attended * (1 + 1e-6 * bool(is_long and has_many_rows))
 
-    patch.setattr(model, "attend_pages", attend)
+    patch.setattr(layers, "attend_pages", attend)
 
 
 def _replay_stale_results(patch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,27 @@ def test_attention_reads_keys_and_values_once_for_each_tile_of_a_sequence() -> N
     assert split.l2 == serial.l2 + 320 * 3 * 32 * 130 * 4
 
 
+def test_a_scan_moves_a_state_and_runs_rows_one_after_the_other() -> None:
+    given = {"states": empty(6, 32, 128, 128).float(), "results": empty(40, 32, 128), "KEY": 128, "BLOCK": 16}
+    launch = Launch("scan", (8, 32, 8), given, Work(8, 5, 512))
+    traffic = traffic_of(launch, H200.l2_bytes)
+    assert traffic.once == 2 * 8 * 32 * 128 * 128 * 4
+    assert (traffic.programs, traffic.scanned) == (8 * 32 * 8, 5 + 4)  # as many as the drafts are replayed
+    assert price(traffic, launch).chain == pytest.approx(9 * 2048 / 132 / 4 * H200.issue)
+    prefill = traffic_of(replace(launch, grid=(1, 32, 8), work=Work(1, 2048, 0)), H200.l2_bytes)
+    assert price(prefill, launch).chain == pytest.approx(2048 * H200.scanned)
+
+
+def test_few_rows_read_the_experts_that_they_chose() -> None:
+    given = {
+        "weight": empty(512, 1024, 2048), "x": empty(8, 2048), "partials": empty(1, 80, 1024), "choices": 80,
+        "SPLIT_K": 2048, "TILE_N": 64, "TILE_ROWS": 8, "TILE_K": 64,
+    }  # fmt: skip
+    traffic = traffic_of(Launch("grouped_gemm", (90, 16, 1), given, Work(8, 1, 512)), H200.l2_bytes)
+    assert traffic.once == 74 * 1024 * 2048 * 2  # 80 choices, of which some are equal
+    assert traffic.needed_flop == 2 * 80 * 1024 * 2048
+
+
 def test_other_kernels_move_their_tensors_once() -> None:
     hidden, keys = empty(320, 4096), empty(8, 10_000, 128)
     given = {"hidden": hidden, "bias": hidden, "keys": keys, "values": empty(8, 10_000, 128)}
@@ -120,3 +141,16 @@ def test_prices_are_near_the_measured_times_and_rounds_add_up() -> None:
     assert steps["round8x4"]["kernels"] == parts + 3  # two choose tokens, one accepts them
     assert [row["round"] for row in result["rounds"]] == ["round1x4", "round8x4", "round64x4"]
     assert all(row["speedup"] > 1 for row in result["rounds"])
+
+
+@pytest.mark.slow
+def test_a_hybrid_has_prices_of_its_states() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.price", "--target", "qwen3.5-0.8b", "--steps", "1", "8x5"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    one, many = result["recurrence"]
+    assert 0 < one["scan_ms"] < one["recurrence_ms"] < result["steps"][0]["estimate_ms"]
+    assert many["states_gb"] == pytest.approx(8 * 2 * 18 * 16 * 128 * 128 * 4 / 1e9, abs=0.01)
+    assert result["memory"][0]["kv_kib_a_position"] == 2 * 6 * 2 * 256 * 2 / 1024

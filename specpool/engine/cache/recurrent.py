@@ -13,13 +13,15 @@ import torch
 from specpool.engine.cache.memory import return_pages, zeros
 from specpool.protocol.rounds import MAX_LOOKUP_TOKENS
 
+CHECKPOINTS_PER_SEQUENCE = 2
+
 
 class RecurrentSizes(NamedTuple):
     """Sizes of the recurrent layers of a model, equal in all of them."""
 
     layers: int
     state: tuple[int, int, int]
-    """Shape of a layer's state: [heads, key size, value size]."""
+    """Shape of a layer's state: [heads, key size, value size]. All are 0 in layers with only a convolution."""
     inputs: int
     """Features of a position that the short convolution reads."""
     taps: int
@@ -34,7 +36,12 @@ class RecurrentSizes(NamedTuple):
 
     def tails_bytes(self, dtype: torch.dtype, rows: int) -> int:
         """Bytes of the two tails of a slot, of `rows` rows each."""
-        return 2 * rows * self.layers * (self.inputs * dtype.itemsize + self.gates * torch.float32.itemsize)
+        row = self.layers * (self.inputs * dtype.itemsize + self.gates * torch.float32.itemsize)
+        return CHECKPOINTS_PER_SEQUENCE * rows * row
+
+    def sequence_bytes(self, dtype: torch.dtype, rows: int) -> int:
+        """Bytes of a sequence: its checkpoints, each with a tail of `rows` rows."""
+        return CHECKPOINTS_PER_SEQUENCE * self.checkpoint_bytes(dtype) + self.tails_bytes(dtype, rows)
 
 
 def tail_rows(page_size: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.recurrent import RecurrentSizes
-from specpool.engine.config.architectures import DELTA_NETS
+from specpool.engine.config.architectures import DELTA_NETS, RECURRENT_LAYERS, SHORT_CONVS
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
@@ -22,8 +22,10 @@ SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
 # Families that cache a latent vector instead of keys and values.
 LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"} | (LATENT - {"youtu"})
-FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | LATENT | {"ministral", "seed_oss"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"} | (
+    LATENT - {"youtu"}
+)
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | SHORT_CONVS | LATENT | {"ministral", "seed_oss"}
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
 """Activations of the fused pass, by their name in transformers."""
@@ -53,10 +55,12 @@ def longest_window(config: PreTrainedConfig) -> int | None:
 
 def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
     """Return the sizes of a model's recurrent layers; None if all layers attend."""
-    layers = [*(getattr(config, "layer_types", None) or ())].count("linear_attention")
-    if config.model_type not in DELTA_NETS or not layers:
+    layers = [*(getattr(config, "layer_types", None) or ())].count(RECURRENT_LAYERS.get(config.model_type))
+    if not layers:
         return None
     sizes: Any = config
+    if config.model_type in SHORT_CONVS:
+        return RecurrentSizes(layers, state=(0, 0, 0), inputs=sizes.hidden_size, taps=sizes.conv_L_cache, gates=0)
     keys, values = sizes.linear_num_key_heads, sizes.linear_num_value_heads
     key_size, value_size = sizes.linear_key_head_dim, sizes.linear_value_head_dim
     return RecurrentSizes(
@@ -102,6 +106,13 @@ def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Return the factor of embeddings, rounded to the dtype of a model."""
     scale = config.hidden_size**0.5 if config.model_type in GEMMA else 1.0
     return torch.tensor(scale, dtype=dtype).item()
+
+
+def norm_eps(config: PreTrainedConfig) -> float:
+    """Return the epsilon of norms."""
+    sizes: Any = config
+    eps: float = sizes.norm_eps if config.model_type in SHORT_CONVS else sizes.rms_norm_eps
+    return eps
 
 
 def activation_of(config: PreTrainedConfig) -> Activation | None:
@@ -156,5 +167,7 @@ def _not_among(families: Set[str], config: PreTrainedConfig) -> str | None:
 
 def _activation_name(config: PreTrainedConfig) -> str:
     sizes: Any = config
+    if config.model_type in SHORT_CONVS:
+        return "silu"
     name: str = sizes.hidden_activation if config.model_type in GEMMA - {"gemma"} else sizes.hidden_act
     return name

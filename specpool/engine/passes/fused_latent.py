@@ -19,6 +19,9 @@ from specpool.engine.passes.rotary import rotate
 from specpool.engine.sharding.group import SingleRank
 from specpool.engine.weights.quantized import dequantized_linear, linear_of
 
+QUERY_COPIES = 4
+"""Live tensors as wide as the absorbed queries of all heads."""
+
 
 class FusedLatentLayer(DecoderLayer):
     """A decoder layer that caches one head: a key [rank + rotary], whose first `rank` features are also its value."""
@@ -71,6 +74,11 @@ class FusedLatentLayer(DecoderLayer):
         if self.query_up is not None:
             self.query_up = dequantized_linear(self.query_up)
         self.mlp.dequantize()
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Return the bytes of absorbed queries and attended latent vectors in a pass of `rows` rows."""
+        count: int = rows * QUERY_COPIES * self.heads * self.head_dim * self.latent_norm.element_size()
+        return count
 
     def _orders(self, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the orders of the outputs that queries and latent vectors come from."""

@@ -240,6 +240,7 @@ class Engine:
             slots_total=self.slots.total,
             kv_bytes_per_token=per_token,
             kv_bytes_total=per_token * self.layout.arena.columns,
+            state_bytes_total=self.footprint.states,
             kv_positions_total=self.slots.tables.columns,
             kv_positions_multiple=self.slots.tables.page_size,
             kv_layout=self.kv_layout,

@@ -20,7 +20,7 @@ from specpool.engine.cache.memory import (
     weight_bytes,
 )
 from specpool.engine.cache.pages import PageTables
-from specpool.engine.cache.recurrent import RecurrentArena, RecurrentSizes, tail_rows
+from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SEQUENCE, RecurrentArena, tail_rows
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_PER_TOKEN = 900
 """Measured bytes of llguidance's tokenizer per vocabulary token."""
-CHECKPOINTS_PER_SLOT = 3
-"""Two for the sequence, and one for the prefix cache."""
+CHECKPOINTS_PER_SLOT = CHECKPOINTS_PER_SEQUENCE + 1
+"""Those of a sequence, and one for the prefix cache."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
 
@@ -74,6 +74,15 @@ class CacheNeeds:
     def position_bytes(self) -> int:
         return self.facts.kv_bytes_per_token(self.dtype)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all sequences and of the prefix cache."""
+        sizes, rows = self.facts.recurrent, tail_rows(page_size_of(self.facts.device))
+        if sizes is None:
+            return 0
+        extra = (CHECKPOINTS_PER_SLOT - CHECKPOINTS_PER_SEQUENCE) * sizes.checkpoint_bytes(self.dtype)
+        return self.options.max_sequences * (sizes.sequence_bytes(self.dtype, rows) + extra)
+
 
 LimitCache = Callable[[CacheNeeds], KVLimit]
 """Returns the memory limit of a KV cache, once the model is loaded and before its cache is reserved."""
@@ -111,12 +120,10 @@ def reserve_cache(
     grammar_bytes = options.resolve_grammar_memory(facts.device.type)
     if options.memory_limit is not None and grammar_bytes and facts.device.type == "cpu":
         others = replace(others, grammars=grammar_bytes + facts.vocab_size * GRAMMAR_BYTES_PER_TOKEN)
-    limit = (limit_cache or own_limit)(CacheNeeds(options, facts, dtype, others))
+    needs = CacheNeeds(options, facts, dtype, others)
+    limit = replace((limit_cache or own_limit)(needs), other_ranks=other_ranks)
     page_size = page_size_of(facts.device)
     rows, entries = tail_rows(page_size), CHECKPOINTS_PER_SLOT * options.max_sequences
-    limit = replace(
-        limit, other_ranks=other_ranks, states=state_bytes(facts.recurrent, dtype, options.max_sequences, rows)
-    )
     spare = tiles.kv if layout.is_padded else 0
     length = min(facts.max_model_len, limit.max_model_len or facts.max_model_len)
     if options.max_model_len is None:
@@ -128,7 +135,7 @@ def reserve_cache(
     expected = None if layout.is_padded else options.expected_positions(facts.device.type)
     sequence = longest if expected is None else min(longest, round_up(expected, page_size))
     columns = _affordable_columns(longest, page_size, sequence, per_token, options, limit)
-    footprint = replace(limit.included or others, kv=columns * per_token, states=limit.states)
+    footprint = replace(limit.included or others, kv=columns * per_token, states=needs.state_bytes)
     log.info("memory: %s", footprint)
     recurrent = None
     try:
@@ -148,7 +155,7 @@ def reserve_cache(
         )
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedModelError(
-            f"a KV cache of {readable(columns * per_token + limit.states)} cannot be allocated: {first_line(error)}"
+            f"a KV cache of {readable(footprint.kv + footprint.states)} cannot be allocated: {first_line(error)}"
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
@@ -157,13 +164,6 @@ def reserve_cache(
         checkpoints = Checkpoints(options.max_sequences, entries, page_size, rows)
     slots = SlotTable(options.max_sequences, tables, facts.window, checkpoints)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
-
-
-def state_bytes(sizes: RecurrentSizes | None, dtype: torch.dtype, slots: int, rows: int) -> int:
-    """Bytes of the recurrent states of `slots` sequences and of the prefix cache. `rows`: rows of a tail."""
-    if sizes is None:
-        return 0
-    return slots * (CHECKPOINTS_PER_SLOT * sizes.checkpoint_bytes(dtype) + sizes.tails_bytes(dtype, rows))
 
 
 def _affordable_length(length: int, columns: int) -> int:
@@ -183,9 +183,10 @@ def _affordable_columns(
     columns = min(full, limit.positions(per_token) // page_size * page_size)
     if columns < longest:
         needed = longest * (limit.position_bytes or per_token)
+        flags = "--max-sequences, --max-model-len" if limit.states else "--max-model-len"
         raise SmallCacheError(
             f"{limit} is too small for a sequence of {longest} positions ({readable(needed)}): "
-            f"lower --max-model-len or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
+            f"lower {flags} or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
             limit.least(needed),
         )
     if columns < enough:
@@ -201,7 +202,7 @@ def _affordable_columns(
 
 def own_limit(needs: CacheNeeds) -> KVLimit:
     """Return the limit of a cache that no other model's cache shares."""
-    return kv_limit(needs.options, needs.others, needs.facts.device)
+    return replace(kv_limit(needs.options, needs.others, needs.facts.device), states=needs.state_bytes)
 
 
 def kv_limit(

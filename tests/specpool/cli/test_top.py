@@ -132,6 +132,13 @@ def test_every_worker_is_shown() -> None:
     assert "another model" in rendered(Panels(view_of("a:1", info, None, None)), 80)
 
 
+def test_recurrent_states_are_shown() -> None:
+    info = server()
+    assert "states" not in rendered(Panels(view_of("a:1", info, None, None)), 80)
+    info.targets[0].load.state_bytes_total = 3 * 2**20
+    assert re.search(r"  states +3 MiB", rendered(Panels(view_of("a:1", info, None, None)), 80))
+
+
 def test_a_carried_draft_is_shown_with_its_target() -> None:
     info = server(drafts=[pb.WorkerState(address="t:1", state="ready")])
     view = view_of("a:1", info, None, None)

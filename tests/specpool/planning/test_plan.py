@@ -1,5 +1,6 @@
 """Predictions and recommendations of a plan, and its values for the Helm chart."""
 
+from dataclasses import replace
 from math import log10
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def memories(draw: st.DrawFn) -> Memory:
         positions=draw(st.integers(0, 10**7)),
         multiple=draw(st.sampled_from([1, 64])),
         max_model_len=draw(st.integers(1, 32_000)),
+        state_per_slot=draw(st.sampled_from([0, 2**20])),
     )
 
 
@@ -230,9 +232,11 @@ def test_the_cache_holds_all_slots_and_one_full_length_sequence(
     slot = memory.slot_positions(positions)
     assert slot % memory.multiple == 0
     assert min(positions or EXPECTED_POSITIONS, memory.full_slot) <= slot <= memory.full_slot
-    held = memory.kv_bytes(slots, positions) // memory.kv_per_position
-    assert held >= max(slots * slot, memory.full_slot)
-    assert Memory(0, 0, 1, held, memory.multiple, memory.full_slot).capacity(positions) >= slots
+    held, rest = divmod(memory.kv_bytes(slots, positions) - slots * memory.state_per_slot, memory.kv_per_position)
+    assert (held, rest) == (max(slots * slot, memory.full_slot), 0)
+    sized = replace(memory, positions=held, slots=slots)
+    assert sized.capacity(positions) >= slots
+    assert not memory.state_per_slot or sized.capacity(positions) == slots, "each sequence needs states"
 
 
 @given(memory=memories(), slots=st.integers(1, 64), on_gpu=st.booleans())

@@ -80,6 +80,13 @@ async def test_the_model_is_described(worker: Worker) -> None:
     assert scrape.value("specpool:worker_memory_bytes", worker=kind, part="weights") == info.weight_bytes > 0
 
 
+async def test_the_memory_of_recurrent_states_is_reported(target: Worker) -> None:
+    memory = "specpool:worker_memory_bytes"
+    assert "recurrent_states" not in {each.labels["part"] for each in seen(target.host).families[memory].samples}
+    with mock.patch.object(target.host, "_info", replace(target.host.info, state_bytes_total=5)):
+        assert seen(target.host).value(memory, worker="target", part="recurrent_states") == 5
+
+
 async def test_the_memory_of_each_rank_is_reported_if_the_model_is_sharded(target: Worker) -> None:
     assert "specpool:worker_rank_memory_bytes" not in seen(target.host).families
     ranks = RankMemory("cuda:0", 5, 6, 7), RankMemory("cuda:1", 15, 16, 17)

@@ -11,6 +11,7 @@ from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer
+from specpool.engine.passes.fused_short_conv import FusedShortConv
 from specpool.engine.passes.native.decoder import DeltaSizes, LatentSizes, Routing
 from specpool.engine.passes.native.panels import PANEL
 
@@ -85,6 +86,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
+    if any(isinstance(layer, FusedShortConv) for layer in fused.layers):
+        return "cannot run short convolutions"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"

@@ -21,7 +21,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused_layers, modules
 from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_gemm
-from specpool.engine.passes.gpu import model
+from specpool.engine.passes.gpu import layers
 from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
@@ -442,7 +442,7 @@ def test_batch_dependent_attention_to_several_splits_fails_the_self_test(
         is_other = rows is not None and int((others[5] >= 0).sum()) > rows
         return torch.where((positions >= gpu_attention.SPLIT)[:, None, None] & is_other, attended * 1.000001, attended)
 
-    monkeypatch.setattr(model, "attend_pages", attend)
+    monkeypatch.setattr(layers, "attend_pages", attend)
     folder = save_model(tmp_path, small_config("llama"))
     engine = load_engine(folder, native=False, cuda_graphs=False, max_sequences=6, max_model_len=320)
     assert engine.bitwise is (rows is None)
