@@ -134,7 +134,7 @@ ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
     *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "short_conv.h")),
-    *(FOLDER / name for name in ("delta_net.h", "recurrence.h", "rows.h")),
+    *(FOLDER / name for name in ("delta_net.h", "recurrence.h", "rows.h", "segment.h")),
     *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,
