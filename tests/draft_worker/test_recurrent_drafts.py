@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from delta_nets import save_delta_net
@@ -90,3 +91,15 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.draft_ahead(drafted)
         if chance.random() < 0.9:  # otherwise, the target has failed
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
+
+
+def test_a_draft_may_be_longer_than_a_tail(draft: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft loop, which keeps all rows in one tail, leaves it to single steps."""
+    item = ProposeItem(1, 0, tuple(random_tokens(50)), num_draft_tokens=2 * draft.max_draft_tokens)
+    proposals = []
+    for loop in (draft.draft_loop, None):
+        forget_all(draft, 2)
+        monkeypatch.setattr(draft, "draft_loop", loop)
+        proposals += Proposer(draft).propose([ProposeRound("c", 1, [replace(item)])])
+    assert proposals[0] == proposals[1]
+    assert len(proposals[0][0].draft_token_ids) == item.num_draft_tokens
