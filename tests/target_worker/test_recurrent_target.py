@@ -2,11 +2,11 @@
 
 import random
 from copy import deepcopy
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from delta_nets import save_delta_net
+from delta_nets import save_recurrent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import forget_all, load_engine, random_tokens
@@ -29,14 +29,19 @@ class Answers(list[Answer]):
         return "..."
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_delta_net(tmp_path_factory.mktemp("delta_net"))
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"native": False}),
+    ("qwen3_5_text", {"kv_layout": "padded"}),
+    ("lfm2", {}),
+]
 
 
-@pytest.fixture(scope="module", params=[{}, {"native": False}, {"kv_layout": "padded"}], ids=str)
-def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
-    return load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=SEQUENCES - 1, **request.param)
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    family, options = request.param
+    folder = save_recurrent(tmp_path_factory.mktemp("recurrent"), family)
+    return load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=SEQUENCES - 1, **options)
 
 
 @pytest.fixture(scope="module")
