@@ -47,7 +47,7 @@ class Checkpoint:
     end: int
     """The position after the last row in its tail."""
     is_prompt: bool = True
-    """Whether no token up to here was chosen by the model in this slot: the passes requested no logits."""
+    """Whether the passes so far requested no logits, so that all tokens belong to the prompt."""
     is_anchor: bool = False
     """Whether the prefix cache keeps it."""
 
@@ -127,7 +127,7 @@ class Checkpoints:
         position = border if at_border else max(committed, end - self.rows)
         was_prompt = begun is None or begun.is_prompt
         ends_prompt = was_prompt and span.num_logits > 0
-        if begun is not None and ends_prompt and before == border:
+        if begun is not None and ends_prompt and 0 < before == border:
             begun.is_anchor = True
         return Checkpoint(
             position,
