@@ -7,10 +7,12 @@ import torch
 from delta_nets import save_delta_net
 from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
 from tiny_models import load_engine, random_tokens, transformers_logits
+from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 
@@ -59,6 +61,11 @@ def test_kernels_match_transformers_and_decoding_alone(
     expected = engine.forward([Span(1, 0, tokens, LENGTH)])
     torch.testing.assert_close(expected, transformers_logits(folder, tokens), atol=5e-5, rtol=1e-4)
     assert_rounds_have_the_bits_of(engine, expected, tokens)
+
+
+def test_kernels_are_tried_before_they_take_over_weights(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_delta_net(tmp_path, **SMALL), attn_implementation="eager")
+    try_kernels(FusedModel(model))
 
 
 def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
