@@ -208,6 +208,7 @@ class Engine:
         rounds = [replace(each, drafts=[draft for draft in each.drafts if draft.num_draft_tokens]) for each in rounds]
         if not len(logits):
             return
+        self.runner.plan_drafts(drafts_of(rounds))
         passes, tokens = self.draft_loop(logits, rounds, self.own_states)
         self.count_passes(passes, tokens)
 

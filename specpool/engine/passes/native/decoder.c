@@ -246,7 +246,8 @@ static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
 
 /* attended *= sigmoid(gate), for the query heads of a KV head. */
 static void gate_heads(const float *gates, float *attended) {
-    for (int i = 0; i < GROUPS * HEAD_DIM; i += WIDE) put(attended + i, 0, at(attended + i, 0) * sigmoid(at(gates + i, 0)));
+    for (int i = 0; i < GROUPS * HEAD_DIM; i += WIDE)
+        put(attended + i, 0, at(attended + i, 0) * sigmoid(at(gates + i, 0)));
 }
 
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
@@ -263,15 +264,14 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         int64_t next = task + batch->threads < rows * model->kv_heads ? task + batch->threads : task;
         const Places places = places_of(model, layer, batch, row), after = places_of(model, layer, batch, next % rows);
         int64_t after_first = next / rows * model->columns + column_of(&after, after.first);
-        int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
         const float *queries = pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM;
-        attend(queries, layer->keys + first,
-               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
-               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin, HEAD_DIM);
-        if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, pass->acts.attended + begin);
+        float *attended = pass->acts.attended + row * stride + head * GROUPS * HEAD_DIM;
+        attend(queries, layer->keys + first, layer->values + first, &places, blocks, find_blocks(&places, blocks),
+               model->scaling, layer->softcap, layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores,
+               layer->keys + after_first * HEAD_DIM, attended, HEAD_DIM);
+        if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, attended);
         if (ROUNDS_HEADS)
-            round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
-                      pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
+            round_row(attended, GROUPS * HEAD_DIM, row, rows, pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
     }
 }
 
@@ -409,6 +409,7 @@ void forward(const Model *model, const Batch *batch) {
 /* A step of a draft loop: a pass of `rows` rows, all with logits. */
 void forward_step(const Model *model, Batch *batch, int64_t rows) {
     batch->rows = batch->results = rows;
+    if (batch->num_segments) batch->num_segments = rows;
     forward(model, batch);
 }
 

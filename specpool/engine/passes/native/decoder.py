@@ -132,7 +132,7 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "delta_net.h", "rows.h")),
+    *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "delta_net.h", "rows.h", "segment.h")),
     *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,

@@ -1,16 +1,17 @@
-/* Gated delta nets. Each value head has a state, a matrix [key_size, value_size], which every row decays, corrects towards
-   its value, and reads.
+/* Gated delta nets. Each value head has a state, a matrix [key_size, value_size]. A row decays the state, corrects what
+   its key reads from it towards its value, and returns what its query reads.
 
-   The recurrence runs row by row, with one order of additions per column of the state. So the bits of a row depend only on
-   its sequence's tokens, however a prompt was cut, and replaying rows gives the same bits again. */
+   The recurrence runs row by row, with one order of additions per column of a state. So the bits of a row depend only on
+   the tokens of its sequence, not on how a prompt was cut, and replayed rows give the same bits again. */
 
 #include "rows.h"
 
 #include <string.h>
 
-/* Rows prepared together, and vectors of a state's columns that all these rows update before the next columns: a block of
-   columns stays in the L1 cache. */
+/* Rows that are prepared together. */
 #define PREPARED 16
+
+/* Vectors of columns of a state that these rows update before the next columns. They stay in the L1 cache. */
 #define COLUMNS 4
 
 /* Added to the squared length of queries and keys. */
@@ -71,7 +72,8 @@ static const float *inputs_at(const ValueHead *head, int64_t position) {
 
 /* The log decay of a head at a position, and its beta `value_heads` floats later, in a tail. */
 static float *tail_gates(const ValueHead *head, int64_t tail, int64_t row) {
-    return head->layer->tail_gates + (tail * head->sizes->tail_rows + row) * 2 * head->sizes->value_heads + head->number;
+    const DeltaSizes *sizes = head->sizes;
+    return head->layer->tail_gates + (tail * sizes->tail_rows + row) * 2 * sizes->value_heads + head->number;
 }
 
 /* --- Preparing rows */
@@ -98,16 +100,17 @@ static INLINE void rescale(float *x, int64_t size, float length) {
 /* The log decay and the beta of a head at a position. */
 static ONE_COPY void find_gates(const ValueHead *head, int64_t position, float *log_decay, float *beta) {
     const Segment *segment = head->segment;
-    int64_t heads = head->sizes->value_heads;
+    const DeltaSizes *sizes = head->sizes;
+    int64_t heads = sizes->value_heads, number = head->number;
     if (position < segment->start) {
         const float *gates = tail_gates(head, segment->read_tail, position - segment->read_position);
         *log_decay = gates[0], *beta = gates[heads];
         return;
     }
-    const float *of_betas = projected_at(head, position) + delta_features(head->sizes) + heads * head->sizes->value_size;
-    wide step = {of_betas[heads + head->number] + head->layer->dt_bias[head->number]};
-    *log_decay = head->layer->rate[head->number] * softplus(step)[0];
-    *beta = sigmoid((wide){of_betas[head->number]})[0];
+    const float *betas = projected_at(head, position) + delta_features(sizes) + heads * sizes->value_size;
+    const float *steps = betas + heads;
+    *log_decay = head->layer->rate[number] * softplus((wide){steps[number] + head->layer->dt_bias[number]})[0];
+    *beta = sigmoid((wide){betas[number]})[0];
 }
 
 static INLINE void prepare(const ValueHead *head, int64_t position, PreparedRows *rows, int64_t row) {
@@ -156,7 +159,10 @@ static INLINE void gate_read(const ValueHead *head, int64_t position, const floa
     float *out = head->pass->out + (row * sizes->value_heads + head->number) * size;
     const float *gate = projected_at(head, position) + delta_features(sizes) + head->number * size;
     rms_norm(read, head->layer->gate_norm, size, head->pass->model->eps, out);
-    for (int64_t i = 0; i < size; i += WIDE) put(out + i, 0, at(out + i, 0) * at(gate + i, 0) * sigmoid(at(gate + i, 0)));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        wide x = at(gate + i, 0);
+        put(out + i, 0, at(out + i, 0) * x * sigmoid(x));
+    }
 }
 
 /* Runs the rows from a position to another. */
@@ -174,7 +180,13 @@ static ONE_COPY void run_rows(const ValueHead *head, int64_t position, int64_t e
 
 /* --- States in the cache */
 
-/* Copies the inputs of the convolution that only this head's task copies; zeros if there are none. */
+/* The state of this head in a checkpoint. */
+static float *state_at(const ValueHead *head, int64_t entry) {
+    const DeltaSizes *sizes = head->sizes;
+    return head->layer->states + (entry * sizes->value_heads + head->number) * sizes->key_size * sizes->value_size;
+}
+
+/* Copies the inputs of the convolution that no other head copies; zeros without inputs. */
 static void copy_inputs(const ValueHead *head, const float *from, float *to) {
     int64_t key_size = head->sizes->key_size, value_size = head->sizes->value_size;
     int is_first = head->number % (head->sizes->value_heads / head->sizes->key_heads) == 0; /* of its key head */
@@ -185,18 +197,18 @@ static void copy_inputs(const ValueHead *head, const float *from, float *to) {
     }
 }
 
-/* Writes the state and the inputs of the last positions before `write_position`. */
+/* Writes the state, and the inputs of the last positions before `write_position`. */
 static void write_checkpoint(const ValueHead *head, const float *state) {
     const Segment *segment = head->segment;
     const DeltaSizes *sizes = head->sizes;
     int64_t size = sizes->key_size * sizes->value_size, edge = sizes->taps - 1, features = delta_features(sizes);
     float *edges = head->layer->edges + segment->write * edge * features;
-    memcpy(head->layer->states + (segment->write * sizes->value_heads + head->number) * size, state, size * sizeof(float));
+    memcpy(state_at(head, segment->write), state, size * sizeof(float));
     for (int64_t t = 0; t < edge; t++)
         copy_inputs(head, inputs_at(head, segment->write_position - edge + t), edges + t * features);
 }
 
-/* Stores the inputs and gates of new rows after the newest checkpoint in its tail. */
+/* Stores the inputs and gates of new rows in the tail of the checkpoint before them. */
 static void write_tail(const ValueHead *head) {
     const Segment *segment = head->segment;
     int writes = segment->write >= 0;
@@ -220,7 +232,7 @@ static void run_head(const ValueHead *head) {
     float state[size] __attribute__((aligned(64))); /* no vector spans two cache lines */
     PreparedRows rows = {key_size, value_size, 0, queries, keys, values};
     if (segment->read < 0) memset(state, 0, sizeof(state));
-    else memcpy(state, head->layer->states + (segment->read * head->sizes->value_heads + head->number) * size, sizeof(state));
+    else memcpy(state, state_at(head, segment->read), sizeof(state));
     if (segment->write >= 0) {
         run_rows(head, position, segment->write_position, &rows, state);
         write_checkpoint(head, state);

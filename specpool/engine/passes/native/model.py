@@ -157,9 +157,7 @@ class NativeModel(ForwardPass):
         return self._gemm(self._projection, states.contiguous())[:, : self.state_size]
 
     def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
-        """The compiled draft loop; None if this machine cannot run it, or if layers are recurrent."""
-        if arena.recurrent is not None:
-            return None
+        """The compiled draft loop; None if this machine cannot run it."""
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     def scratch_bytes(self, rows: int, length: int) -> int:

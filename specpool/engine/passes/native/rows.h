@@ -1,6 +1,7 @@
 /* The structs of a model and a batch, and the work on single rows: norms, rotary embedding, cache, attention, gates. */
 
 #include "gemm.h"
+#include "segment.h"
 
 /* Kinds of stages. Recurrences count as attention. */
 enum { GEMM, ATTENTION, ROWS };
@@ -38,11 +39,6 @@ typedef struct {
     int64_t key_heads, value_heads, key_size, value_size, taps, tail_rows;
 } DeltaSizes;
 
-/* How a pass runs the recurrence of a span; see `Segment` of checkpoints.py. */
-typedef struct {
-    int64_t first_row, rows, start, read, read_position, read_tail, write, write_position, write_tail;
-} Segment;
-
 /* Sizes of heads with latent attention before absorption, and the epsilon of norms of latent vectors. */
 typedef struct {
     int64_t key_dim, rotary_dim, value_dim; /* `key_dim`: without the rotary part */
@@ -55,7 +51,7 @@ typedef struct {
 } Rotary;
 
 typedef struct {
-    Linear query_key_value;          /* gates of the heads follow, if the layer is gated */
+    Linear query_key_value;          /* then gates of the query heads, if the layer is gated */
     Linear inputs;                   /* of a delta net or latent attention, in place of query_key_value */
     Linear query_up, key_ups, value_ups; /* of latent attention; query_up has no panels if `inputs` has the queries */
     Linear out;
@@ -70,7 +66,7 @@ typedef struct {
     const float *sinks;                         /* [heads], or null */
     int64_t window;                             /* visible positions of a row, its own included; 0: all */
     int64_t rotary;                             /* index of the rotary tables */
-    int64_t is_gated;                           /* whether sigmoids of gates multiply the results of attention */
+    int64_t is_gated;                           /* whether sigmoids of gates multiply the attended features */
     float softcap;                              /* bound on scores; 0: none */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
     const float *taps;             /* of a delta net, [taps, features], oldest first */
