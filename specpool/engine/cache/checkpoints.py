@@ -66,6 +66,10 @@ class Checkpoints:
         """Return the largest number of positions, at most `length`, after which a sequence can continue."""
         return next((min(length, each.end) for each in reversed(self._kept[slot]) if each.position <= length), 0)
 
+    def entry(self, slot: int, position: int) -> int:
+        """Return the entry of a sequence's checkpoint after exactly this many positions, which must exist."""
+        return next(each.entry for each in self._kept[slot] if each.position == position)
+
     def truncate(self, slot: int, base_length: int) -> None:
         """Drop the checkpoints after this many positions; all of them for 0, because a new sequence begins."""
         kept = self._kept[slot]

@@ -70,6 +70,7 @@ class RecurrentLayer(DecoderLayer):
             rows = slice(segment.first_row, segment.first_row + segment.num_rows)
             if segment.num_rows:
                 results[rows] = self._run(segment, inputs[rows], gates[rows], batch.arena.recurrent)
+        results[batch.tokens :] = results[0]  # padding repeats the first token, and caches the same keys and values
         return results
 
     def _run(self, segment: Segment, inputs: torch.Tensor, gates: torch.Tensor, arena: RecurrentArena) -> torch.Tensor:

@@ -14,7 +14,9 @@ from specpool.engine.config.architectures import RECURRENT_LAYERS
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.loading import load_model
+from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.probes import batch_invariance
 from specpool.engine.run.engine import Engine
 
 LENGTH, PROMPT, DRAFTS = 90, 60, 5
@@ -107,6 +109,14 @@ def test_rows_have_the_bits_of_decoding_alone(engine: Engine) -> None:
 
 def test_repeated_rounds_have_equal_bits(engine: Engine) -> None:
     assert rows_that_differ(engine, lengths=(2, 9, 40, 61)) == 0
+
+
+def test_passes_may_have_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMMs need it on some processors. It caches the keys and values of the first row again."""
+    monkeypatch.setattr(batch_invariance, "ROW_TILES", (Tiles(min_rows=16, row_multiple=16),))
+    engine = load_torch_engine(save_delta_net(tmp_path))
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0
 
 
 def test_heads_for_several_tokens_are_not_part_of_the_model(tmp_path: Path) -> None:
