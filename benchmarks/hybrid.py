@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=sorted(HYBRID_SHAPES), default="qwen3.5-0.8b")
-    parser.add_argument("--layers", type=whole(1, 1024), help="default: all layers of the shape")
+    parser.add_argument("--layers", type=whole(4, 1024), help="default: all layers of the shape")
     parser.add_argument("--cached", type=whole(1, 256), default=64, help="tokens of each prompt")
     parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
     parser.add_argument("--repeats", type=whole(1, 20), default=5)
