@@ -33,9 +33,9 @@ class RecurrentLayer(DecoderLayer):
         """`recurrent_index`: index of the layer in the recurrent arena. `convolution`: its module in transformers."""
         super().__init__(layer, index, config, group)
         self.recurrent_index = recurrent_index
-        self.taps = convolution.weight.detach()[:, 0].T.float().contiguous()
+        self.taps: torch.Tensor = convolution.weight.detach()[:, 0].T.float().contiguous()
         """Weights of the convolution, [taps, features], oldest position first."""
-        self.taps_bias = None if convolution.bias is None else convolution.bias.detach().float()
+        self.taps_bias: torch.Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         """Bias of the convolution, [features], or None."""
 
     def scratch_bytes(self, rows: int) -> int:

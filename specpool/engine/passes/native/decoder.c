@@ -4,7 +4,8 @@
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
 
-   Layers attend, perhaps to latent vectors (latent.h), or are gated delta nets (delta_net.h).
+   Layers attend, perhaps to latent vectors (latent.h), or are gated delta nets (delta_net.h) or short convolutions
+   (short_conv.h).
 
    Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights),
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits) and RANK (features of a latent vector;
@@ -28,9 +29,7 @@ static int64_t projected_stride(const Layer *layer) {
 }
 
 static int64_t attended_stride(const Model *model, const Layer *layer) {
-    if (layer->key_ups.panels) return layer->out.inputs;
-    if (layer->inputs.panels) return model->delta.value_heads * model->delta.value_size;
-    return HEADS(model) * HEAD_DIM;
+    return layer->inputs.panels ? layer->out.inputs : HEADS(model) * HEAD_DIM;
 }
 
 /* The same, of the layer with most features. */
@@ -326,9 +325,19 @@ static Stage *input_stages(Stage *to, const Pass *pass) {
 
 /* Stages of a delta net over normalized rows. Result: `attended`. */
 static Stage *recur_stages(Stage *to, const Pass *pass, const Layer *layer) {
-    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * pass->model->delta.value_heads;
+    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * pass->model->recurrence.value_heads;
     *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = (Stage){recur, tasks, 1, tasks, ATTENTION, &pass->recurrence, layer};
+    *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS ? rows : 0);
+    return to;
+}
+
+/* Stages of a short convolution over normalized rows. Result: `attended`. */
+static Stage *convolve_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * num_blocks(pass->model);
+    *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
+    *to++ = (Stage){gate_inputs, rows, ROW_GRAIN, pass->batch->threads, ROWS, &pass->recurrence, layer};
+    *to++ = (Stage){convolve_tasks, tasks, 1, tasks, ATTENTION, &pass->recurrence, layer};
     *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS ? rows : 0);
     return to;
 }
@@ -351,7 +360,8 @@ static Stage *latent_stages(Stage *to, const Pass *pass, const Layer *layer) {
 #define ATTEND_STAGES 7
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
     if (RANK) return latent_stages(to, pass, layer);
-    if (layer->inputs.panels) return recur_stages(to, pass, layer);
+    if (layer->rate) return recur_stages(to, pass, layer);
+    if (layer->taps) return convolve_stages(to, pass, layer);
     int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads;
     *to++ = pass_gemm(&layer->query_key_value, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = rows_stage(cache_rows, pass, layer, rows);
