@@ -51,10 +51,34 @@ SHORT_CONV_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     }
 )
 """Architectures and changes of `small_config` and `SHORT_CONV_SIZES`, by name."""
+KIMI_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_heads": 3, "linear_head_dim": 16, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_experts": 8, "num_experts_per_token": 3,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+KIMI_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "kimi_linear": ("kimi_linear", {}),
+        "kimi_linear, query rank": (
+            "kimi_linear",
+            {
+                "q_lora_rank": 48, "num_expert_group": 4, "topk_group": 2, "linear_conv_kernel_dim": 3,
+                "mlp_layer_types": ["dense", "dense", "dense", "sparse"],
+            },
+        ),
+    }
+)  # fmt: skip
+"""Architectures and changes of `small_config` and `KIMI_SIZES`, by name."""
 RECURRENT_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         name: (architecture, {**sizes, **own})
-        for models, sizes in ((DELTA_NET_MODELS, DELTA_NET_SIZES), (SHORT_CONV_MODELS, SHORT_CONV_SIZES))
+        for models, sizes in (
+            (DELTA_NET_MODELS, DELTA_NET_SIZES),
+            (SHORT_CONV_MODELS, SHORT_CONV_SIZES),
+            (KIMI_MODELS, KIMI_SIZES),
+        )
         for name, (architecture, own) in models.items()
     }
 )

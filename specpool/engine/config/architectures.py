@@ -10,8 +10,10 @@ DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Families whose layers may be gated delta nets."""
 SHORT_CONVS = frozenset({"lfm2", "lfm2_moe"})
 """Families whose layers may be gated short convolutions."""
+KIMI_LINEAR = "kimi_linear"
+"""The family whose layers may be delta nets with a decay for each feature of a key."""
 RECURRENT_LAYERS: Mapping[str, str] = MappingProxyType(
-    {**dict.fromkeys(DELTA_NETS, "linear_attention"), **dict.fromkeys(SHORT_CONVS, "conv")}
+    {**dict.fromkeys((*DELTA_NETS, KIMI_LINEAR), "linear_attention"), **dict.fromkeys(SHORT_CONVS, "conv")}
 )
 """The name of recurrent layers in `layer_types`, by family; the other layers have full attention."""
 FEATURES = "specpool_features"

@@ -16,8 +16,8 @@ LIMITS: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
-        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
+        **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
+        **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
         **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), MAX_TAPS),
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),

@@ -197,7 +197,8 @@ def _attending_layers(config: dict[str, Any]) -> int:
         return types.count("full_attention")
     if config["model_type"] in DELTA_NETS:
         return layers // (_size(config, "full_attention_interval") or 4)
-    attending = config.get("full_attn_idxs")
+    of_kimi = config.get("linear_attn_config")
+    attending = of_kimi.get("full_attn_layers") if isinstance(of_kimi, dict) else config.get("full_attn_idxs")
     return len(attending) if isinstance(attending, list) else layers
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.recurrent import RecurrentSizes
-from specpool.engine.config.architectures import DELTA_NETS, RECURRENT_LAYERS, SHORT_CONVS
+from specpool.engine.config.architectures import DELTA_NETS, KIMI_LINEAR, RECURRENT_LAYERS, SHORT_CONVS
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
@@ -21,7 +21,7 @@ SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
 # Families that cache a latent vector instead of keys and values.
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", KIMI_LINEAR}
 MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"} | (
     LATENT - {"youtu"}
 )
@@ -61,6 +61,15 @@ def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
     sizes: Any = config
     if config.model_type in SHORT_CONVS:
         return RecurrentSizes(layers, state=(0, 0, 0), inputs=sizes.hidden_size, taps=sizes.conv_L_cache, gates=0)
+    if config.model_type == KIMI_LINEAR:
+        heads, size = sizes.linear_num_heads, sizes.linear_head_dim
+        return RecurrentSizes(
+            layers,
+            state=(heads, size, size),
+            inputs=3 * heads * size,
+            taps=sizes.linear_conv_kernel_dim,
+            gates=heads * size + heads,
+        )
     keys, values = sizes.linear_num_key_heads, sizes.linear_num_value_heads
     key_size, value_size = sizes.linear_key_head_dim, sizes.linear_value_head_dim
     return RecurrentSizes(
@@ -144,6 +153,8 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
             return f"its {key} is {value!r}"
     if activation_of(config) is None:
         return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
+    if config.model_type == KIMI_LINEAR:  # without rotary embeddings
+        return None
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     for each in [rope[name] for name in rotary_types(config) if name] or [rope]:
         if "rope_theta" not in each:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specpool.engine.config.architectures import SHORT_CONVS
+from specpool.engine.config.architectures import KIMI_LINEAR, SHORT_CONVS
 from specpool.engine.passes.families import (
     LATENT,
     OFFSET_NORMS,
@@ -25,6 +25,7 @@ from specpool.engine.passes.families import (
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
+from specpool.engine.passes.fused_kimi import FusedKimiDeltaNet, adapt_modules
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.fused_recurrent import RecurrentLayer
@@ -53,6 +54,8 @@ class FusedModel(ForwardPass):
         inner: Any = model.model
         if config.model_type in SHORT_CONVS:
             rename_modules(inner)
+        if config.model_type == KIMI_LINEAR:
+            adapt_modules(inner)
         embedding = inner.embed_tokens
         self.fc, self.state_norm, self.projection, self.norms_output = None, None, None, False  # of a feature draft
         self.input_norms = None
@@ -81,7 +84,8 @@ class FusedModel(ForwardPass):
         for index, layer in enumerate(inner.layers):
             recurrent = sum(isinstance(each, RecurrentLayer) for each in self.layers)
             if hasattr(layer, "linear_attn"):
-                self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+                net = FusedKimiDeltaNet if config.model_type == KIMI_LINEAR else FusedDeltaNet
+                self.layers.append(net(layer, index, recurrent, config, group))
             elif hasattr(layer, "conv"):
                 self.layers.append(FusedShortConv(layer, index, recurrent, config, group))
             elif is_latent:
@@ -114,6 +118,8 @@ class FusedModel(ForwardPass):
         layers: list[Any] = list(self.layers)
         if any(isinstance(layer, FusedShortConv) for layer in layers):
             return "short convolutions"
+        if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
+            return "delta nets with a decay for each feature"
         return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
 
     def dequantize(self) -> None:

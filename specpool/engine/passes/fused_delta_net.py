@@ -16,38 +16,30 @@ NORM_EPS = 1e-6
 """Added to the squared length of a query or key before dividing by its root."""
 
 
-class FusedDeltaNet(RecurrentLayer):
-    """A decoder layer with a gated delta net: a short convolution, then a recurrence over all positions."""
+class DeltaNet(RecurrentLayer):
+    """A decoder layer with a gated delta net: a short convolution, then a recurrence over all positions.
 
-    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
-        """`recurrent_index`: index of the layer in the recurrent arena."""
-        net = layer.linear_attn
-        super().__init__(layer, index, recurrent_index, net.conv1d, config, group)
-        self.key_heads, self.value_heads = net.num_k_heads, net.num_v_heads
-        self.key_size, self.value_size = net.head_k_dim, net.head_v_dim
-        self.inputs = _joined_inputs(net)
-        """[features of the convolution (queries, keys, values) | z | b | a, hidden]."""
-        self.rate, self.dt_bias = -net.A_log.detach().float().exp(), net.dt_bias.detach().float()
-        """Log decay of each value head for a time step of 1, and its bias of time steps, [value heads]."""
-        self.gate_norm = net.norm.weight.detach().float()
-        """Weight of the norm before the gate z, [value size]."""
-        self.out = net.out_proj
+    Gates are the log decays of each value head, one or one per feature of the key, then the beta of each value head.
+    """
 
-    def _mixed(self, normed: torch.Tensor, batch: PackedBatch, rotations: list[Rotation]) -> torch.Tensor:
-        heads, values = self.value_heads, self.value_heads * self.value_size
-        inputs, z, b, a = self.inputs(normed).split([self.taps.shape[1], values, heads, heads], dim=-1)
-        decay = self.rate * in_chunks(functional.softplus, a.float() + self.dt_bias)
-        gates = torch.cat([decay, in_chunks(torch.sigmoid, b.float().contiguous())], -1)  # [rows, 2 heads]
-        read = self._run_segments(batch, inputs, gates, (heads, self.value_size))
-        gate = in_chunks(functional.silu, z.float().contiguous()).view(read.shape)
-        gated = rms_norm(read, (self.value_size,), self.gate_norm, self.eps) * gate
-        return self.group.project(self.out, gated.flatten(1).to(normed.dtype), "attended")
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    gate_norm: torch.Tensor
+    """Weight of the norm before the output gate, [value size]."""
+
+    def _gated(self, read: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the branch [rows, hidden], given what rows read from states [rows, value heads, value size]."""
+        gated = rms_norm(read, (self.value_size,), self.gate_norm, self.eps) * gate.view(read.shape)
+        return self.group.project(self.out, gated.flatten(1).to(dtype), "attended")
 
     def _recurrence(
         self, convolved: torch.Tensor, gates: torch.Tensor, state: torch.Tensor, kept: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = self._heads(convolved)
-        decays, betas = gates.chunk(2, -1)
+        decays, betas = gates.split([gates.shape[1] - self.value_heads, self.value_heads], -1)
+        decays = decays.reshape(len(decays), self.value_heads, -1)
         read, kept_state = [], state
         for row in range(len(value)):
             state, attended = _step(state, query[row], key[row], value[row], decays[row], betas[row])
@@ -70,19 +62,44 @@ class FusedDeltaNet(RecurrentLayer):
         return unit.repeat_interleave(self.value_heads // self.key_heads, dim=1)
 
 
+class FusedDeltaNet(DeltaNet):
+    """A delta net of Qwen3-Next or Qwen3.5, with one decay for each value head."""
+
+    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
+        """`recurrent_index`: index of the layer in the recurrent arena."""
+        net = layer.linear_attn
+        super().__init__(layer, index, recurrent_index, net.conv1d, config, group)
+        self.key_heads, self.value_heads = net.num_k_heads, net.num_v_heads
+        self.key_size, self.value_size = net.head_k_dim, net.head_v_dim
+        self.inputs = _joined_inputs(net)
+        """[features of the convolution (queries, keys, values) | z | b | a, hidden]."""
+        self.rate, self.dt_bias = -net.A_log.detach().float().exp(), net.dt_bias.detach().float()
+        """Log decay of each value head for a time step of 1, and its bias of time steps, [value heads]."""
+        self.gate_norm = net.norm.weight.detach().float()
+        self.out = net.out_proj
+
+    def _mixed(self, normed: torch.Tensor, batch: PackedBatch, rotations: list[Rotation]) -> torch.Tensor:
+        heads, values = self.value_heads, self.value_heads * self.value_size
+        inputs, z, b, a = self.inputs(normed).split([self.taps.shape[1], values, heads, heads], dim=-1)
+        decay = self.rate * in_chunks(functional.softplus, a.float() + self.dt_bias)
+        gates = torch.cat([decay, in_chunks(torch.sigmoid, b.float().contiguous())], -1)  # [rows, 2 heads]
+        read = self._run_segments(batch, inputs, gates, (heads, self.value_size))
+        return self._gated(read, in_chunks(functional.silu, z.float().contiguous()), normed.dtype)
+
+
 def _step(
     state: torch.Tensor,  # [heads, key size, value size]
     query: torch.Tensor,  # [heads, key size]
     key: torch.Tensor,
     value: torch.Tensor,  # [heads, value size]
-    decay: torch.Tensor,  # [heads], its logarithm
-    beta: torch.Tensor,
+    decay: torch.Tensor,  # [heads, 1 or key size], its logarithm
+    beta: torch.Tensor,  # [heads]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one position. Return the state after it, and what its query reads, [heads, value size].
 
     All shapes are those of one row, so a row has the same bits in every batch.
     """
-    state = state * decay.exp()[:, None, None]
+    state = state * decay.exp()[..., None]
     change = (value - (state * key[..., None]).sum(1)) * beta[:, None]
     state = state + key[..., None] * change[:, None]
     return state, (state * query[..., None]).sum(1)

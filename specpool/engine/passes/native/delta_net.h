@@ -65,17 +65,17 @@ static INLINE void rescale(float *x, int64_t size, float length) {
 static ONE_COPY void find_gates(const ValueHead *head, int64_t position, float *log_decay, float *beta) {
     const Run *run = &head->run;
     const Segment *segment = run->segment;
-    int64_t heads = run->sizes->value_heads;
+    int64_t heads = run->sizes->value_heads, number = head->number;
     if (position < segment->start) {
         int64_t row = segment->read_tail * run->sizes->tail_rows + position - segment->read_position;
         const float *gates = tail_gates(head, row);
         *log_decay = gates[0], *beta = gates[heads];
         return;
     }
-    const float *of_betas = projected_at(run, position) + run->sizes->features + heads * run->sizes->value_size;
-    wide step = {of_betas[heads + head->number] + run->layer->dt_bias[head->number]};
-    *log_decay = run->layer->rate[head->number] * softplus(step)[0];
-    *beta = sigmoid((wide){of_betas[head->number]})[0];
+    const float *betas = projected_at(run, position) + run->sizes->features + heads * run->sizes->value_size;
+    const float *steps = betas + heads;
+    *log_decay = run->layer->rate[number] * softplus((wide){steps[number] + run->layer->dt_bias[number]})[0];
+    *beta = sigmoid((wide){betas[number]})[0];
 }
 
 static INLINE void prepare(const ValueHead *head, int64_t position, PreparedRows *rows, int64_t row) {
@@ -126,7 +126,10 @@ static INLINE void gate_read(const ValueHead *head, int64_t position, const floa
     float *out = head->run.pass->out + (row * sizes->value_heads + head->number) * size;
     const float *gate = projected_at(&head->run, position) + sizes->features + head->number * size;
     rms_norm(read, head->run.layer->gate_norm, size, head->run.pass->model->eps, out);
-    for (int64_t i = 0; i < size; i += WIDE) put(out + i, 0, at(out + i, 0) * at(gate + i, 0) * sigmoid(at(gate + i, 0)));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        wide x = at(gate + i, 0);
+        put(out + i, 0, at(out + i, 0) * x * sigmoid(x));
+    }
 }
 
 /* Runs the rows from a position to another. */
@@ -144,8 +147,8 @@ static ONE_COPY void run_rows(const ValueHead *head, int64_t position, int64_t e
 
 /* --- States in the cache */
 
-/* The head's state in a checkpoint. */
-static float *state_of(const ValueHead *head, int64_t entry) {
+/* The state of this head in a checkpoint. */
+static float *state_at(const ValueHead *head, int64_t entry) {
     const RecurrenceSizes *sizes = head->run.sizes;
     return head->run.layer->states + (entry * sizes->value_heads + head->number) * sizes->key_size * sizes->value_size;
 }
@@ -169,10 +172,10 @@ static void run_head(const ValueHead *head) {
     float state[size] __attribute__((aligned(64))); /* no vector spans two cache lines */
     PreparedRows rows = {key_size, value_size, 0, queries, keys, values};
     if (segment->read < 0) memset(state, 0, sizeof(state));
-    else memcpy(state, state_of(head, segment->read), sizeof(state));
+    else memcpy(state, state_at(head, segment->read), sizeof(state));
     if (segment->write >= 0) {
         run_rows(head, position, segment->write_position, &rows, state);
-        memcpy(state_of(head, segment->write), state, sizeof(state));
+        memcpy(state_at(head, segment->write), state, sizeof(state));
         write_edges(&head->run);
         position = segment->write_position;
     }

@@ -52,7 +52,7 @@ typedef struct {
 } Rotary;
 
 typedef struct {
-    Linear query_key_value;          /* gates of the heads follow, if the layer is gated */
+    Linear query_key_value;          /* then gates of the query heads, if the layer is gated */
     Linear inputs;                   /* of a recurrent layer or latent attention, in place of query_key_value */
     Linear query_up, key_ups, value_ups; /* of latent attention; query_up has no panels if `inputs` has the queries */
     Linear out;

@@ -9,6 +9,7 @@ import torch
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_kimi import FusedKimiDeltaNet
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer
 from specpool.engine.passes.fused_recurrent import RecurrentLayer
@@ -89,6 +90,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
+    if any(isinstance(layer, FusedKimiDeltaNet) for layer in fused.layers):
+        return "cannot run delta nets with a decay for each feature"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"

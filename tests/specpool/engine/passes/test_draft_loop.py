@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from delta_nets import save_delta_net
+from delta_nets import save_recurrent
 from feature_drafts import encoded_states, random_states, save_feature_draft
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -265,8 +265,9 @@ def test_drafts_of_a_mixture_of_experts(tmp_path: Path) -> None:
         run_rounds(pair, seed)
 
 
-def test_drafts_of_delta_nets(tmp_path: Path) -> None:
-    folder = save_delta_net(tmp_path)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_drafts_with_recurrent_layers(tmp_path: Path, name: str) -> None:
+    folder = save_recurrent(tmp_path, name)
     pair = looped_engine(folder, threads=2), stepped_engine(folder, threads=2)
     for seed in range(8):
         run_rounds(pair, seed, count=8)
