@@ -33,14 +33,15 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {}),
     ("qwen3_5_text", {"native": False}),
     ("qwen3_5_text", {"kv_layout": "padded"}),
+    ("qwen3_next", {}),
     ("lfm2", {}),
 ]
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=str)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda each: "{} {}".format(*each))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    family, options = request.param
-    folder = save_recurrent(tmp_path_factory.mktemp("recurrent"), family)
+    name, options = request.param
+    folder = save_recurrent(tmp_path_factory.mktemp("model"), name)
     return load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=SEQUENCES - 1, **options)
 
 
@@ -132,7 +133,7 @@ class Rounds:
         self.cached.pop(number, None)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from([24, 64, 512]))
 def test_rounds_change_no_bit(engine: Engine, plain: Answers, seed: int, limit: int) -> None:
     """Sequences that share prefixes compete for slots, in passes of different sizes."""

@@ -17,7 +17,7 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import page_size_of
-from specpool.engine.cache.recurrent import RecurrentArena
+from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
@@ -51,7 +51,8 @@ def try_kernels(fused: FusedModel) -> None:
     arena.flush()
     sizes, segments = fused.recurrent_sizes, list[Segment]()
     if sizes is not None:
-        arena.recurrent = RecurrentArena(sizes._replace(layers=1), 2, 1, 2, weight.dtype, weight.device)
+        tail = tail_rows(columns)
+        arena.recurrent = RecurrentArena(sizes._replace(layers=1), 1, 1, tail, weight.dtype, weight.device)
         segments.append(Segment(0, 1, 0, NONE, 0, 0, 0, 1, 1))
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed, segments=segments)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
@@ -59,8 +60,8 @@ def try_kernels(fused: FusedModel) -> None:
     layers: Any = fused.layers
     kinds = [_kind_of(layer) for layer in layers]
     for layer in (layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)):
-        rotary = fused.rotaries[layer.rotary](rows)
-        added, normed = GpuLayer(layer, index=0, cache_index=0)(hidden, added, batch, rotary, normed), None
+        own = GpuLayer(layer, index=0, cache_index=0)
+        added, normed = own(hidden, added, batch, fused.rotaries[own.rotary](rows), normed), None
     add_and_norm(hidden, added, None, fused.eps).sum().item()
     if fused.softcap is not None:
         cap_logits(hidden, fused.softcap).sum().item()

@@ -35,8 +35,8 @@ def choose_experts(
         partials, bias, correction, slots, chosen, weights, rows, routing.scale,
         EXPERTS=experts, SIZE=size, WIDTH=power_of_two(experts),
         TOP_K=routing.top_k, TOP_WIDTH=power_of_two(routing.top_k),
-        GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, SPLITS=len(partials), BIASED=bias is not None,
-        SIGMOID=routing.scores == "sigmoid", RENORMALIZES=routing.renormalizes,
+        GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, RANKED_BY=routing.ranked_by, SPLITS=len(partials),
+        BIASED=bias is not None, SIGMOID=routing.scores == "sigmoid", RENORMALIZES=routing.renormalizes,
         **launch_options(partials.device), num_warps=1,
     )  # fmt: skip
     return chosen, weights
@@ -75,14 +75,18 @@ if triton is not None:
 
     @triton.jit
     def _in_best_groups(
-        ranked, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
-    ):
+        ranked, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+        RANKED_BY: tl.constexpr,
+    ):  # fmt: skip
         """Keep the scores of experts in the best groups, and set others to -inf."""
         group, totals = expert // (EXPERTS // GROUPS), tl.full([WIDTH], float("-inf"), tl.float32)
         for index in tl.static_range(GROUPS):
             own = tl.where(group == index, ranked, float("-inf"))
-            others = tl.where(expert == _first_best(own, expert, WIDTH), float("-inf"), own)
-            totals = tl.where(group == index, tl.max(own, 0) + tl.max(others, 0), totals)
+            total = tl.max(own, 0)
+            if RANKED_BY == 2:
+                others = tl.where(expert == _first_best(own, expert, WIDTH), float("-inf"), own)
+                total += tl.max(others, 0)
+            totals = tl.where(group == index, total, totals)
         result = tl.full([WIDTH], float("-inf"), tl.float32)
         for _ in tl.static_range(TOP_GROUPS):
             is_best = group == _first_best(totals, group, WIDTH)
@@ -94,8 +98,8 @@ if triton is not None:
     def _choose_experts(
         partials, bias, correction, slots, chosen, weights, rows, scale,
         EXPERTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_WIDTH: tl.constexpr,
-        GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
-        SIGMOID: tl.constexpr, RENORMALIZES: tl.constexpr, OVERLAP: tl.constexpr,
+        GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RANKED_BY: tl.constexpr, SPLITS: tl.constexpr,
+        BIASED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZES: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
         mask = expert < EXPERTS
@@ -113,7 +117,7 @@ if triton is not None:
             ranked += tl.load(correction + expert, mask=mask, other=0.0)
         ranked = tl.where(mask & (ranked == ranked), ranked, float("-inf"))
         if GROUPS > 1:
-            ranked = _in_best_groups(ranked, expert, EXPERTS, WIDTH, GROUPS, TOP_GROUPS)
+            ranked = _in_best_groups(ranked, expert, EXPERTS, WIDTH, GROUPS, TOP_GROUPS, RANKED_BY)
         rank, total = tl.arange(0, TOP_WIDTH), 0.0
         experts, factors = tl.zeros([TOP_WIDTH], tl.int32), tl.zeros([TOP_WIDTH], tl.float32)
         for index in tl.static_range(TOP_K):
