@@ -87,6 +87,8 @@ class FusedModel(ForwardPass):
         self.kv_heads: int = attending.kv_heads
         self.head_dim: int = attending.head_dim
         """Features of a cached key."""
+        self.latent_rank: int | None = attending.rank if is_latent else None
+        """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -99,12 +101,6 @@ class FusedModel(ForwardPass):
         """Whether layers or norms are those of an EAGLE head, which the compiled pass cannot run."""
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
-
-    @property
-    def uncompiled_layers(self) -> str | None:
-        """The kind of layers that only torch operations run yet; None if there are none."""
-        layers: list[Any] = list(self.layers)
-        return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
