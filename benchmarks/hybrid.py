@@ -11,6 +11,7 @@ recurrent state that a sequence keeps with one state and the inputs of 64 positi
 import argparse
 import statistics
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -23,6 +24,7 @@ from benchmarks.report import finish, output_folder, parser_of, progress, second
 from benchmarks.shapes import HYBRID_SHAPES, random_loaded, random_model
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import start_engine
 
@@ -39,7 +41,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=sorted(HYBRID_SHAPES), default="qwen3.5-0.8b")
-    parser.add_argument("--layers", type=whole(1, 1024), help="default: all layers of the shape")
+    parser.add_argument("--layers", type=whole(4, 1024), help="default: all layers of the shape")
     parser.add_argument("--cached", type=whole(1, 256), default=64, help="tokens of each prompt")
     parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
     parser.add_argument("--repeats", type=whole(1, 20), default=5)
@@ -69,13 +71,14 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
 
 def load(peer: PreTrainedModel, options: argparse.Namespace, layers: int) -> Engine:
     """Return an engine with the weights of `peer`."""
-    loaded = random_loaded(options.shape, "cpu", torch.float32, num_hidden_layers=layers)
-    loaded.model.load_state_dict(peer.state_dict())
+    model: Any = deepcopy(peer, {id(weight): weight for weight in peer.parameters()})  # shares the weights
+    model.set_attn_implementation(PACKED_ATTENTION)
+    loaded = replace(random_loaded(options.shape, "meta", torch.float32, num_hidden_layers=layers), model=model)
     settings = EngineOptions(
         model=options.shape, device="cpu", dtype="float32", max_model_len=MAX_MODEL_LEN,
         max_sequences=max(BATCHES), threads=options.threads,
     )  # fmt: skip
-    return start_engine(replace(loaded, max_model_len=MAX_MODEL_LEN), settings, exact=True)
+    return start_engine(replace(loaded, max_model_len=MAX_MODEL_LEN), settings, exact=True, fingerprint="random")
 
 
 def measure(engine: Engine, peer: PreTrainedModel, batch: int, options: argparse.Namespace) -> Row:

@@ -96,9 +96,9 @@ def test_the_command_reference_is_up_to_date(tmp_path: Path) -> None:
     assert page.read_text() == PAGES["docs/reference.md"], "run `make reference`"
 
 
-def test_users_read_at_most_13400_words() -> None:
+def test_users_read_at_most_13500_words() -> None:
     """Reference pages, code and tables of figures do not count."""
     others = {"benchmarks", "decisions", "development", "faults", "kernels", "metrics", "reference"}
     pages = [page for name, page in PAGES.items() if Path(name).stem not in others]
     prose = re.sub(r"(?ms)^```.*?^```|^<!-- figures.*?^<!-- /figures -->|^    .*?$|\]\([^)]*\)", "", "\n".join(pages))
-    assert len(re.findall(r"\S*\w\S*", prose)) <= 13_400
+    assert len(re.findall(r"\S*\w\S*", prose)) <= 13_500

@@ -12,6 +12,7 @@ from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, start
 from benchmarks.gpu.exactness import SECONDS, check_all_equal, compare_passes, compare_prefills
 from benchmarks.gpu.part import TINY, Findings, Settings
 from benchmarks.gpu.steps import add_steps
+from specpool.engine.run.engine import Engine
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 CHANGES = {"num_hidden_layers": 4}
@@ -23,17 +24,19 @@ POSITIONS, REHEARSED_POSITIONS = (40, 1100), (10, 150)
 def measure_mixtures(settings: Settings, findings: Findings) -> None:
     """Compare and time random models of a few layers."""
     for shape in MODELS:
-        measure_model(replace(settings, target=shape), findings)
+        measure_model(replace(settings, target=shape), findings, TINY_CHANGES if settings.rehearse else CHANGES)
         gc.collect()
         if torch.device(settings.device).type == "cuda":
             torch.cuda.empty_cache()
     check_all_equal(findings)
 
 
-def measure_model(settings: Settings, findings: Findings) -> None:
-    """Compare the bits of the target's passes and prefills, and time its steps."""
+def measure_model(settings: Settings, findings: Findings, changes: dict[str, Any]) -> Engine:
+    """Compare the bits of the target's passes and prefills, and time its steps. Return its engine.
+
+    `changes`: to the target's configuration.
+    """
     shape, sizes = settings.target, settings.sizes
-    changes: dict[str, Any] = TINY_CHANGES if settings.rehearse else CHANGES
     positions = REHEARSED_POSITIONS if settings.rehearse else POSITIONS
     max_length = max(*positions, *sizes.lengths) + 16
     engine = start(settings, findings, shape, exact=True, max_length=max_length, **changes)
@@ -48,3 +51,4 @@ def measure_model(settings: Settings, findings: Findings) -> None:
     for length in positions:  # last, because prefills overwrite the random caches
         compare = partial(compare_prefills, findings, engine, shape, length)
         findings.attempt(settings, f"{shape}, prefill of {length} tokens", SECONDS, compare)
+    return engine

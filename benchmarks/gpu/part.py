@@ -27,7 +27,8 @@ Row = dict[str, Any]
 
 MEASURES = {
     "preflight": "preflight:measure_preflight", "exactness": "exactness:measure_exactness",
-    "mixtures": "mixtures:measure_mixtures", "round": "worker_rounds:measure_rounds",
+    "mixtures": "mixtures:measure_mixtures", "hybrids": "hybrids:measure_hybrids",
+    "round": "worker_rounds:measure_rounds",
     "pair": "answers:measure_pair", "generate": "generate:measure_generate",
     "rows": "kernels:measure_rows", "sampling": "kernels:measure_sampling", "attention": "kernels:measure_attention",
     "steps": "steps:measure_steps", "draft": "steps:measure_drafts", "gemm": "gemms:measure_gemms",

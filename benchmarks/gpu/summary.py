@@ -62,7 +62,7 @@ def row_lines(results: Results) -> Iterator[str]:
     facts = results.get("preflight", {})
     names = ("name", "torch", "triton", "captures", "captures_after_failure", "read_gb_s", "copy_gb_s", "gemm_tflops")
     yield from _lines("machine", [facts] if facts else [], names)
-    compared = [row for part in ("exactness", "mixtures", "round") for row in rows(part, "exactness")]
+    compared = [row for part in ("exactness", "mixtures", "hybrids", "round") for row in rows(part, "exactness")]
     different = [row for row in compared if not row["equal"]]
     if compared:
         yield f"exact   {len(compared) - len(different)} of {len(compared)} comparisons by bits are equal"
@@ -70,7 +70,8 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from table_lines([row for row in rows("round", "rounds") if "eager" not in row["way"]], ROUND)
     yield from answer_lines(rows("pair", "runs"))
     yield from _lines("library", rows("generate", "generate"))
-    yield from step_lines([*rows("mixtures", "steps"), *rows("steps", "steps")])
+    yield from step_lines([*rows("mixtures", "steps"), *rows("hybrids", "steps"), *rows("steps", "steps")])
+    yield from _lines("prefill", rows("hybrids", "prefills"))
     yield from _lines("draft", rows("draft", "drafts"))
     yield from gemm_lines(rows("gemm", "gemm"))
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.launches import GATHERING, Launch
+from specpool.engine.numerics.tiles import round_up
 
 PARTIALS = torch.float32.itemsize
 
@@ -77,9 +78,10 @@ def _attend(launch: Launch, l2_bytes: int) -> Traffic:
 
 
 def _grouped_gemm(launch: Launch, l2_bytes: int) -> Traffic:
-    """Rows choose experts at random, so that few rows choose different ones. Only chosen experts are read."""
-    given = launch.arguments
-    (experts, outputs, inputs), choices, written = given["weight"].shape, given["choices"], given["partials"].nbytes
+    """Rows choose experts at random, padding chooses none, and only chosen experts are read."""
+    given, rows = launch.arguments, launch.work.sequences * launch.work.tokens
+    (experts, outputs, inputs), written = given["weight"].shape, given["partials"].nbytes
+    choices = given["choices"] * rows // round_up(rows, 8)
     chosen = round(experts * (1 - (1 - 1 / experts) ** choices))
     row_tiles, output_tiles = chosen + choices // given["TILE_ROWS"], -(-outputs // given["TILE_N"])
     weight = outputs * inputs * given["weight"].itemsize

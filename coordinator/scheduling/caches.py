@@ -40,6 +40,8 @@ class WorkerCache:
         """Number of leading tokens after which other sequences can continue. None: they can after every full page."""
         self.predicted = 0
         """Predicted number of leading tokens in the worker's prefix cache."""
+        self.fork = 0
+        """Number of leading tokens after which the worker should keep the states of recurrent layers; 0: none."""
         self.is_mispredicted = False
         """Whether the last prediction was wrong and has not been replaced yet."""
         self.pending: list[PendingRound] = []

@@ -39,6 +39,8 @@ class PrefixIndex:
         self.page_size, self.max_pages, self._events = page_size, max_pages, events
         self._cached: dict[bytes, None] = {}
         """Digests, oldest first."""
+        self._next: dict[bytes, bytes] = {}
+        """The first page that a sequence had or has after a page."""
         self._reusable: set[bytes] | None = None
         """Digests of the cached pages after which the target has kept the states of recurrent layers, so that sequences
         can begin there. None: sequences can begin after every cached page."""
@@ -52,13 +54,18 @@ class PrefixIndex:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that enters the window. It prefills the pages that are neither cached nor being prefilled."""
         awaited, has_own = None, False
-        usable = (len(sequence.token_ids) - 1) // max(1, self.page_size)
-        for number, digest in enumerate(self._digests(sequence, len(sequence.token_ids))):
-            if digest in self._cached:
+        digests = self._digests(sequence, len(sequence.token_ids))
+        reusable = usable = awaitable = (len(sequence.token_ids) - 1) // max(1, self.page_size)
+        if self._reusable is not None:  # the states may only be kept at the end of the prompt
+            reusable, awaitable = self.cached_length(sequence) // self.page_size, len(digests)
+        for number, digest in enumerate(digests):
+            if number:
+                self._next.setdefault(digests[number - 1], digest)
+            if digest in self._cached and (number < reusable or reusable == usable):
                 continue
             if not self._is_prefilling(digest) or self._prefilling[digest] is sequence:
                 self._prefilling[digest], has_own = sequence, True
-            elif number < usable and not has_own:  # waiting only for pages before its own rules out cycles
+            elif number < awaitable and not has_own:  # waiting only for pages before its own rules out cycles
                 awaited = digest
         self._members[sequence.sequence_id] = _Member(awaited)
 
@@ -102,6 +109,8 @@ class PrefixIndex:
             for digest in self._digests(sequence, len(sequence.token_ids)):
                 if self._prefilling.get(digest) is sequence:
                     del self._prefilling[digest]
+                if digest not in self._cached:
+                    self._next.pop(digest, None)
 
     def evict(self, digests: Iterable[bytes]) -> None:
         """Record that the target has evicted these pages, or the states after them, which have the same digests."""
@@ -110,6 +119,7 @@ class PrefixIndex:
                 self._reusable.remove(digest)
             elif digest in self._cached:
                 del self._cached[digest]
+                self._next.pop(digest, None)
                 if self._events is not None:
                     self._events.removed(digest)
 
@@ -134,6 +144,19 @@ class PrefixIndex:
         counts = range(len(digests), 0, -1)
         return self.page_size * next((count for count in counts if digests[count - 1] in self._reusable), 0)
 
+    def fork_length(self, sequence: Sequence) -> int:
+        """Return after how many leading tokens a sequence differs from the one that cached them; 0 if unknown.
+
+        The target should keep the states there, because further sequences may begin with the same tokens.
+        """
+        if self._reusable is None:
+            return 0
+        digests = self._digests(sequence, len(sequence.token_ids))
+        length = self._count(sequence, self._cached.__contains__)
+        count = length // max(1, self.page_size)
+        following = self._next.get(digests[count - 1]) if count else None
+        return 0 if following in (None, *digests[count : count + 1]) else length
+
     def matched_length(self, sequence: Sequence) -> int:
         """Return how many leading tokens the target should have cached now or soon."""
         return self._count(sequence, lambda digest: digest in self._cached or self._is_prefilling(digest))
@@ -155,6 +178,7 @@ class PrefixIndex:
         assert self._members.keys() == sequence_ids, "the index differs from the window"
         prefilling = {sequence.sequence_id for sequence in self._prefilling.values()}
         assert prefilling <= sequence_ids, "a sequence outside the window is prefilling"
-        assert not self._cached.keys() & self._prefilling.keys(), "a cached page is being prefilled"
+        is_run_again = self._reusable is not None
+        assert is_run_again or not self._cached.keys() & self._prefilling.keys(), "a cached page is being prefilled"
         assert self._cached.keys() >= (self._reusable or set()), "a state after a page that is not cached"
         assert len(self) <= (self.max_pages or DEFAULT_MAX_PAGES), "the index is exceeded"

@@ -35,7 +35,8 @@ class Verification:
         sequence, target = self.sequence, self.sequence.target
         after = target.pending[-1].round_id if target.continues else None
         base, start = (target.base_length, target.start) if after is None else (0, 0)
-        tokens = tuple(sequence.token_ids[base : start + count]) if after is None else ()
+        end = target.fork if start < target.fork < start + count else start + count
+        tokens = tuple(sequence.token_ids[base:end]) if after is None else ()
         is_first_contact = after is None and base == 0
         if is_first_contact and self.drafts.own_draft is not None:
             sequence.draft.commit(0)  # the carried draft's cache starts over, too

@@ -227,8 +227,10 @@ class Window:
             self._prefixes.mispredicted(sequence)
             self._prefixes.add(sequence)
             target.is_mispredicted = False
-        if not sequence.is_decoding and not target.base_length % max(1, self._prefixes.page_size):
-            target.predicted = self._prefixes.cached_length(sequence)
+        if not sequence.is_decoding:
+            target.fork = self._prefixes.fork_length(sequence)
+            if not target.base_length % max(1, self._prefixes.page_size):
+                target.predicted = self._prefixes.cached_length(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out of the window for another one. It keeps its place until its slot is released."""

@@ -27,7 +27,8 @@ pytest.importorskip("triton")
 
 # Lists of rows that each part finds.
 ROWS = {
-    "exactness": ("exactness",), "mixtures": ("exactness", "steps"), "round": ("rounds", "exactness"),
+    "exactness": ("exactness",), "mixtures": ("exactness", "steps"), "hybrids": ("exactness", "steps", "prefills"),
+    "round": ("rounds", "exactness"),
     "pair": ("runs", "logprobs"), "generate": ("generate",), "rows": ("kernels",), "sampling": ("kernels",),
     "attention": ("kernels",), "steps": ("steps",), "draft": ("drafts",), "gemm": ("gemm",),
 }  # fmt: skip
@@ -93,7 +94,7 @@ def test_a_rehearsal_measures_all_parts(
     assert len(ours) == 10
     assert all(row["near"] and row["exact"] for row in ours)
     assert all(row["equal"] for row in results["exactness"]["exactness"])
-    assert all(row["equal"] for name in ("mixtures", "round") for row in results[name]["exactness"])
+    assert all(row["equal"] for name in ("mixtures", "hybrids", "round") for row in results[name]["exactness"])
     assert [row["bitwise"] for row in results["mixtures"]["self_tests"]] == [True, True]
     rounds = {(row["draft"], row["sequences"], row["way"]) for row in results["round"]["rounds"]}
     assert rounds == {*product(("head", "draft"), (1, 2), ("plain", *WAYS))}

@@ -28,6 +28,7 @@ WRONG = {
     "engine": [("--dtype=int8", "--dtype"), ("--shape=huge", "--shape"),
                ("--shape=qwen3-0.6b --device=foo", "--device: device foo cannot be used: ")],
     "equality": [("--reference=gpu", "--reference"), ("--activations=int4", "--activations")],
+    "hybrid": [("--layers=3", "--layers"), ("--shape=qwen3-8b", "--shape"), (f"--output={FILE}", "--output")],
     "llamacpp": [
         (flag, flag.split("=")[0])
         for flag in ("--concurrency=0", "--concurrency=1,257", "--concurrency=", "--tokens=0", "--repeats=0",

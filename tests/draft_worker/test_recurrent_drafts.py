@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from delta_nets import save_delta_net
@@ -67,7 +68,8 @@ class Rounds:
         self.tokens += [*accepted, self.chance.randrange(200)]
 
     def _take(self, item: ProposeItem) -> Proposal:
-        proposals = [self.propose(item, is_new=not i) for i in range(self.chance.choice((1, 1, 2)))]
+        count = self.chance.choice((1, 1, 2)) if len(item.token_ids) < 16 else 1  # a long tail has no room for drafts
+        proposals = [self.propose(item, is_new=not i) for i in range(count)]
         assert {proposal.status for proposal in proposals} == {ItemStatus.OK}, "the draft lost a state"
         assert all(proposal == proposals[0] for proposal in proposals)
         self.cached = proposals[0].num_cached_tokens
@@ -90,3 +92,15 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.draft_ahead(drafted)
         if chance.random() < 0.9:  # otherwise, the target has failed
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
+
+
+def test_a_draft_may_be_longer_than_a_tail(draft: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft loop, which keeps all rows in one tail, leaves it to single steps."""
+    item = ProposeItem(1, 0, tuple(random_tokens(50)), num_draft_tokens=2 * draft.max_draft_tokens)
+    proposals = []
+    for loop in (draft.draft_loop, None):
+        forget_all(draft, 2)
+        monkeypatch.setattr(draft, "draft_loop", loop)
+        proposals += Proposer(draft).propose([ProposeRound("c", 1, [replace(item)])])
+    assert proposals[0] == proposals[1]
+    assert len(proposals[0][0].draft_token_ids) == item.num_draft_tokens

@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
         "first_k_dense_replace": 1,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "qwen3_next": {**DELTA_NET_SIZES, **SIZED_EXPERTS, "shared_expert_intermediate_size": 48},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from delta_nets import save_delta_net
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import make_prompt
@@ -61,10 +62,19 @@ class Both:
     tap: LogitsTap
 
 
-@pytest.fixture(scope="module", params=["slots", pytest.param("padded", marks=pytest.mark.slow)])
-def both(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path]) -> Iterator[Both]:
-    worker = {"max_sequences": SLOTS, "kv_layout": request.param}
-    with running_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32) as (runner, service):
+@pytest.fixture(scope="module")
+def recurrent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_delta_net(tmp_path_factory.mktemp("recurrent"))
+
+
+KINDS = ["slots", "recurrent", pytest.param("padded", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], recurrent_model: Path) -> Iterator[Both]:
+    worker = {"max_sequences": SLOTS, "kv_layout": "padded" if request.param == "padded" else "slots"}
+    pair = (recurrent_model, recurrent_model) if request.param == "recurrent" else tiny_pair
+    with running_pair(*pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32) as (runner, service):
         target, draft = service.process.coordinator.target, service.draft_link
         plain_context = serving_coordinator(target.address, draft.address, max_num_seqs=1, prefix_caching=False)
         plain, _ = runner.run(plain_context.__aenter__())
@@ -126,6 +136,26 @@ async def test_usage_reports_cached_tokens(tiny_pair: tuple[Path, Path]) -> None
         assert info.counters.cached_tokens == 5 * 32
         assert info.counters.prompt_tokens == 50 * 3 + 83 + 60 + 120 + 32
         assert info.counters.cache_misses == 0
+
+
+async def test_recurrent_models_reuse_prompts_and_common_beginnings(recurrent_model: Path) -> None:
+    async with serving_pair(recurrent_model, None, prefill_tokens=64) as service:
+
+        async def cached(*prompts: tuple[int, ...], n: int = 1) -> list[int]:
+            asking = (service.client.generate(each, max_tokens=8, n=n, temperature=1.0) for each in prompts)
+            responses = await asyncio.gather(*asking)
+            answers.extend((*prompt, *each.token_ids) for prompt, each in zip(prompts, responses, strict=True))
+            return sorted(sample.usage.cached_tokens for response in responses for sample in samples(response))
+
+        answers: list[tuple[int, ...]] = []
+        system, other = make_prompt((0, 70)), make_prompt((1, 70))
+        for expected in (0, 0, 64, 64):  # the second prompt leaves the states where it differs
+            assert await cached((*system, *make_prompt((expected + len(answers), 60)))) == [expected]
+        assert await cached((*answers[3], 5, 6)) == [128]  # next turn
+        assert await cached(make_prompt((9, 64)), n=3) == [0, 32, 32]
+        together = await cached(*((*other, *make_prompt((i, 40))) for i in range(2, 7)))
+        assert together[-2:] == [64, 64], together
+        assert (await service.client.server_info()).counters.cache_misses == 0
 
 
 async def test_concurrent_requests_prefill_a_shared_prompt_once(tiny_pair: tuple[Path, Path]) -> None:

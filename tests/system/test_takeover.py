@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from delta_nets import save_delta_net
 from failover import lose_target, until_ready, worker_at
 
 from specpool.cli.up import running
@@ -16,8 +17,13 @@ MAX_TOKENS = 400
 
 
 @pytest.mark.slow
-async def test_standby_takes_over_from_lost_processes(tiny_pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("is_recurrent", [False, True])
+async def test_standby_takes_over_from_lost_processes(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, is_recurrent: bool
+) -> None:
     target, draft = map(str, tiny_pair)
+    if is_recurrent:
+        target = draft = str(save_delta_net(tmp_path))
     settings = UpSettings(
         port=0, target=target, draft=draft, standby=True, max_model_len=512, threads=1, drain_seconds=1,
         log_level="error",

@@ -2,11 +2,11 @@
 
 import random
 from copy import deepcopy
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from delta_nets import save_delta_net
+from delta_nets import save_recurrent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import forget_all, load_engine, random_tokens
@@ -29,14 +29,20 @@ class Answers(list[Answer]):
         return "..."
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_delta_net(tmp_path_factory.mktemp("delta_net"))
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"native": False}),
+    ("qwen3_5_text", {"kv_layout": "padded"}),
+    ("qwen3_next", {}),
+    ("lfm2", {}),
+]
 
 
-@pytest.fixture(scope="module", params=[{}, {"native": False}, {"kv_layout": "padded"}], ids=str)
-def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
-    return load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=SEQUENCES - 1, **request.param)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda each: "{} {}".format(*each))
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    name, options = request.param
+    folder = save_recurrent(tmp_path_factory.mktemp("model"), name)
+    return load_engine(folder, max_model_len=MAX_LENGTH, max_sequences=SEQUENCES - 1, **options)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +133,7 @@ class Rounds:
         self.cached.pop(number, None)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from([24, 64, 512]))
 def test_rounds_change_no_bit(engine: Engine, plain: Answers, seed: int, limit: int) -> None:
     """Sequences that share prefixes compete for slots, in passes of different sizes."""

@@ -5,7 +5,7 @@ repeated. Rejecting tokens never changes a checkpoint: the next round computes t
 checkpoint at or before its base. The prefix cache keeps checkpoints at page borders, by the digest of the page before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Checkpoint:
     end: int
     """The position after the last row in its tail."""
     is_prompt: bool = True
-    """Whether no token up to here was chosen by the model in this slot: the passes requested no logits."""
+    """Whether the passes so far requested no logits, so that all tokens belong to the prompt."""
     is_anchor: bool = False
     """Whether the prefix cache keeps it."""
 
@@ -65,6 +65,10 @@ class Checkpoints:
     def reach(self, slot: int, length: int) -> int:
         """Return the largest number of positions, at most `length`, after which a sequence can continue."""
         return next((min(length, each.end) for each in reversed(self._kept[slot]) if each.position <= length), 0)
+
+    def entry(self, slot: int, position: int) -> int:
+        """Return the entry of a sequence's checkpoint after exactly this many positions, which must exist."""
+        return next(each.entry for each in self._kept[slot] if each.position == position)
 
     def truncate(self, slot: int, base_length: int) -> None:
         """Drop the checkpoints after this many positions; all of them for 0, because a new sequence begins."""
@@ -87,11 +91,18 @@ class Checkpoints:
         self.truncate(slot, 0)
         self._kept[slot].append(Checkpoint(position, entry, 2 * slot, position, is_anchor=True))
 
-    def cache(self, slot: int, digests: Sequence[bytes]) -> None:
-        """Add a sequence's anchors to the prefix cache. `digests`: of its valid full pages, from the first on."""
+    def cache(self, slot: int, digests: Sequence[bytes], known: Container[bytes] = ()) -> None:
+        """Add a sequence's anchors to the prefix cache. `digests`: of its valid full pages, from the first on.
+
+        `known`: digests of pages that other sequences have cached. A prompt chunk that ends with such a page leaves an
+        anchor, because further sequences may begin with the same tokens.
+        """
         for each in self._kept[slot]:
-            count = each.position // self._page_size
-            if each.is_anchor and count <= len(digests):
+            count, rest = divmod(each.position, self._page_size)
+            if rest or not 0 < count <= len(digests):
+                continue
+            each.is_anchor |= each.is_prompt and digests[count - 1] in known
+            if each.is_anchor:
                 self.pool.cache(each.entry, digests[count - 1])
 
     def segment(self, span: Span, first_row: int) -> Segment:
@@ -102,8 +113,10 @@ class Checkpoints:
         """
         kept, start, end = self._kept[span.slot], span.start, span.end
         begun = next((each for each in reversed(kept) if each.position <= start <= each.end), None)
-        committed = end - span.num_tentative
-        if begun is not None and committed == start and end - begun.position <= self.rows:
+        border = self._border(span)
+        # A prompt chunk after the last border keeps the checkpoint there for the prefix cache.
+        is_tail = end - span.num_tentative == start or (not span.num_logits and begun and begun.position == border)
+        if begun is not None and is_tail and end - begun.position <= self.rows:
             begun.end = end
             return Segment(first_row, end - start, start, *_place(begun), NONE, 0, begun.tail)
         self.pool.drop([each.entry for each in kept if each is not begun])
@@ -116,14 +129,14 @@ class Checkpoints:
 
     def _next(self, span: Span, begun: Checkpoint | None) -> Checkpoint:
         """Take a checkpoint for a span: at a page border if its tail then holds the rest, for the prefix cache."""
-        start, end, size = span.start, span.end, self._page_size
+        start, end = span.start, span.end
         committed = end - span.num_tentative
-        border, before = committed // size * size, 0 if begun is None else begun.position
+        border, before = self._border(span), 0 if begun is None else begun.position
         at_border = start < border and end - border <= self.rows
         position = border if at_border else max(committed, end - self.rows)
         was_prompt = begun is None or begun.is_prompt
         ends_prompt = was_prompt and span.num_logits > 0
-        if begun is not None and ends_prompt and before == border:
+        if begun is not None and ends_prompt and 0 < before == border:
             begun.is_anchor = True
         return Checkpoint(
             position,
@@ -133,6 +146,13 @@ class Checkpoints:
             is_prompt=was_prompt and not ends_prompt,
             is_anchor=at_border and (ends_prompt or position // self._spacing > before // self._spacing),
         )
+
+    def _border(self, span: Span) -> int:
+        """Return the last page border that a sequence with the same committed tokens can begin at.
+
+        It runs the last token of a prompt in any case.
+        """
+        return (span.end - span.num_tentative - bool(span.num_logits)) // self._page_size * self._page_size
 
     def clear(self) -> None:
         """Drop all checkpoints."""

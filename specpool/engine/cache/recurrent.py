@@ -21,7 +21,7 @@ class RecurrentSizes(NamedTuple):
 
     layers: int
     state: tuple[int, int, int]
-    """Shape of a layer's state: [heads, key size, value size]."""
+    """Shape of a layer's state: [heads, key size, value size]. All are 0 in layers with only a convolution."""
     inputs: int
     """Features of a position that the short convolution reads."""
     taps: int

@@ -181,13 +181,15 @@ class SlotTable:
         slot, tables = self._slots[key], self.tables
         start, slot.num_cached_tokens = slot.num_cached_tokens, num_cached_tokens
         first, count = slot.num_digested_pages, num_cached_tokens // tables.page_size
+        known: Sequence[bytes] = ()
         if slot.digests is not None and count > first:
             digests = slot.digests.first(count, slot.token_ids)
+            known = [digest for digest in digests[first:] if tables.pool.has(digest)]
             for page, digest in zip(tables.pages(slot.index, first, count), digests[first:], strict=True):
                 tables.pool.cache(page, digest)
             slot.num_digested_pages = count
         if slot.digests is not None and self.checkpoints is not None:
-            self.checkpoints.cache(slot.index, slot.digests.first(count, slot.token_ids))
+            self.checkpoints.cache(slot.index, slot.digests.first(count, slot.token_ids), known)
         tables.free_before(slot.index, self._first_read(start))
 
     def _share(self, slot: Slot, item: SequenceItem) -> list[int]:

@@ -7,8 +7,15 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForCausalLMEagle", "ForCausalL
 """Endings of the architectures with a causal language-model head, those of EAGLE heads included."""
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 DELTA_NETS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Families whose layers may be gated delta nets, called "linear_attention" in `layer_types`."""
-DELTA_NET_LAYERS = frozenset({"full_attention", "linear_attention"})
+"""Families whose layers may be gated delta nets."""
+SHORT_CONVS = frozenset({"lfm2", "lfm2_moe"})
+"""Families whose layers may be gated short convolutions."""
+KIMI_LINEAR = "kimi_linear"
+"""The family whose layers may be delta nets with a decay for each feature of a key."""
+RECURRENT_LAYERS: Mapping[str, str] = MappingProxyType(
+    {**dict.fromkeys((*DELTA_NETS, KIMI_LINEAR), "linear_attention"), **dict.fromkeys(SHORT_CONVS, "conv")}
+)
+"""The name of recurrent layers in `layer_types`, by family; the other layers have full attention."""
 FEATURES = "specpool_features"
 """Key in the config.json of a draft that reads its target's hidden states: {"layers": [...], "width": ...}."""
 MODELS_PAGE = "docs/models.md lists the supported models"
@@ -72,10 +79,11 @@ def why_layers_not_supported(read: Callable[[str], object]) -> str | None:
     `read`: returns a value of a transformers configuration, not of config.json, which may use older layer names.
     """
     types = read("layer_types")
-    supported = DELTA_NET_LAYERS if read("model_type") in DELTA_NETS else SUPPORTED_LAYERS
+    recurrent = RECURRENT_LAYERS.get(str(read("model_type")))
+    supported = SUPPORTED_LAYERS if recurrent is None else {"full_attention", recurrent}
     kinds = set(types) if isinstance(types, list | tuple) else set()
     names = sorted(kinds - supported)
-    if kinds == {"linear_attention"} and not names:
+    if kinds == {recurrent}:
         return unsupported(read("model_type"), "recurrent layers without attention")
     if not names:
         return None

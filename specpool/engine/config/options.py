@@ -119,12 +119,14 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     max_sequences: int = Field(16, ge=1, le=4096, description="maximum number of sequences in the KV cache")
     kv_memory: ByteSize | None = Field(
         None,
-        description="KV cache size per rank, such as 8GiB; default: enough for max_sequences of max_model_len, or if "
-        "that is not set, of 2048 positions (on a GPU 4096) and one of full length; at most 80% of a GPU's or 40% of "
-        "the machine's free memory",
+        description="size of the KV cache and recurrent states per rank, such as 8GiB; default: enough for "
+        "max_sequences of max_model_len, or if that is not set, of 2048 positions (on a GPU 4096) and one of full "
+        "length; at most 80% of a GPU's or 40% of the machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
-        None, description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory"
+        None,
+        description="total size of weights, activations, KV cache and recurrent states per rank, such as 16GiB; "
+        "replaces kv_memory",
     )
     memory_limit: ByteSize | None = Field(
         None,

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.architectures import (
-    DELTA_NETS,
     MODELS_PAGE,
+    RECURRENT_LAYERS,
     unsupported,
     why_layers_not_supported,
     why_not_supported,
@@ -173,7 +173,7 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
     needed = why_not_fusable(config) or (None if options.fused else "--fused is off")
-    if model_type in DELTA_NETS and needed is not None:
+    if model_type in RECURRENT_LAYERS and needed is not None:
         return f"this {model_type} model needs the fused pass: {needed}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
     ignores_window = window_of(config) is not None and model_type not in WINDOWED

@@ -16,12 +16,12 @@ LIMITS: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), MAX_LAYERS),
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
-        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
-        "linear_conv_kernel_dim": MAX_TAPS,
+        **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
+        **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
+        **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), MAX_TAPS),
         **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),
-        "shared_expert_intermediate_size": MAX_ROWS,
+        **dict.fromkeys(("shared_expert_intermediate_size", "block_multiple_of"), MAX_ROWS),
         **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
     }
 )
@@ -59,6 +59,7 @@ class _Types(BaseModel, from_attributes=True, strict=True):
 
     architectures: list[str] | None = None
     attn_output_gate: bool | None = None
+    block_ffn_dim_multiplier: float | None = Field(None, gt=0, le=16)
     attn_logit_softcapping: float | None = Field(None, gt=0)
     decoder_sparse_step: int | None = Field(None, ge=1)
     final_logit_softcapping: float | None = Field(None, gt=0)
@@ -67,6 +68,7 @@ class _Types(BaseModel, from_attributes=True, strict=True):
     layer_types: list[str] | None = None
     mlp_only_layers: list[int] | None = None
     model_type: str | None = None
+    norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     n_routed_experts: int | None = Field(None, ge=0)
     n_shared_experts: int | None = Field(None, ge=0)
     num_experts: int | None = Field(None, ge=0)

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specpool.engine.config.architectures import FEATURES
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.draft_weights import find_named
-from specpool.engine.passes.features import FeatureEmbedding
+from specpool.engine.passes.families import OFFSET_NORMS
+from specpool.engine.passes.features import FeatureEmbedding, StateNorm
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, linear_of
 
 FEATURE_INPUT = "feature_input.safetensors"
@@ -39,6 +40,12 @@ class FeatureHead:
     features: Features
     output_ids: torch.Tensor | None
     """The token of each row of the output head; None: all tokens in order."""
+
+
+def state_norm_of(config: Any, *weights: torch.Tensor) -> StateNorm:
+    """Return norms of states, with weights that mean what they mean in a model with this configuration."""
+    stacked = torch.stack(weights)
+    return StateNorm(stacked.float() + 1 if config.model_type in OFFSET_NORMS else stacked, config.rms_norm_eps)
 
 
 def shaped(name: str, weight: torch.Tensor | None, *expected: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from specpool.engine.config.options import MTP, EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
-from specpool.engine.models.draft_parts import FeatureHead, Features, features_of, shaped
+from specpool.engine.models.draft_parts import FeatureHead, Features, features_of, shaped, state_norm_of
 from specpool.engine.models.eagle_files import (
     D2T,
     EAGLE3_LAYER,
@@ -161,7 +161,7 @@ class _Builder:
             shaped("fc.bias", bias, hidden)
         if self.format.is_eagle3:
             return None, linear_of(weight, bias), self._state_norm()
-        norm = StateNorm(as_tensor(self._of_target("model.norm.weight"))[None], self.target_config.rms_norm_eps)
+        norm = state_norm_of(self.target_config, as_tensor(self._of_target("model.norm.weight")))
         return linear_of(weight.roll(hidden, 1), bias), None, norm
 
     def _state_norm(self) -> StateNorm | None:

@@ -15,7 +15,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.checkpoint_quantization import format_of
 from specpool.engine.models.config import load_config
-from specpool.engine.models.draft_parts import FeatureHead, Features, shaped
+from specpool.engine.models.draft_parts import FeatureHead, Features, shaped, state_norm_of
 from specpool.engine.models.mtp_format import EMBEDDING_NORM, FC, STATE_NORM, mtp_layout
 from specpool.engine.models.packed_weights import PackedWeight, packed_weights
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
@@ -29,8 +29,8 @@ from specpool.engine.models.weights import (
     read_lazily,
     read_weight,
 )
-from specpool.engine.passes.families import OFFSET_NORMS, why_not_fusable
-from specpool.engine.passes.features import FeatureEmbedding, StateNorm
+from specpool.engine.passes.families import why_not_fusable
+from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.weights.quantized import as_tensor, linear_of
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -81,9 +81,9 @@ class _Builder:
             model.get_input_embeddings(),
             linear_of(fc.roll(self.hidden, 1), None),  # states come first, as in `FeatureEmbedding`
             None,
-            self._state_norm(final_norm),
+            state_norm_of(self.target_config, final_norm),
             norms_output=True,
-            input_norms=self._state_norm(*norms),
+            input_norms=state_norm_of(self.target_config, *norms),
         )
         model.set_input_embeddings(embedding)
         for parameter in model.parameters():
@@ -112,11 +112,6 @@ class _Builder:
         if HEAD not in self.weights and (head := read_tensor(self.target, self.target_config, HEAD)) is not None:
             self.weights[HEAD] = head
         self.config.tie_word_embeddings = HEAD not in self.weights
-
-    def _state_norm(self, *weights: torch.Tensor) -> StateNorm:
-        stacked = torch.stack(weights)
-        adds_one = self.config.model_type in OFFSET_NORMS
-        return StateNorm(stacked.float() + 1 if adds_one else stacked, self.target_config.rms_norm_eps)
 
     def _check(self, report: Mapping[str, Any]) -> None:
         """Refuse missing, mismatched and unused weights by the names in the checkpoint. UnsupportedModelError."""

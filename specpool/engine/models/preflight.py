@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from specpool.engine.config.architectures import DELTA_NETS, FEATURES, why_not_supported
+from specpool.engine.config.architectures import DELTA_NETS, FEATURES, RECURRENT_LAYERS, why_not_supported
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, MTP, EngineOptions
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
@@ -191,11 +191,15 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
 
 def _attending_layers(config: dict[str, Any]) -> int:
     layers, types = _size(config, "num_hidden_layers"), config.get("layer_types")
-    if config.get("model_type") not in DELTA_NETS:
+    if config.get("model_type") not in RECURRENT_LAYERS:
         return layers
     if isinstance(types, list):
         return types.count("full_attention")
-    return layers // (_size(config, "full_attention_interval") or 4)
+    if config["model_type"] in DELTA_NETS:
+        return layers // (_size(config, "full_attention_interval") or 4)
+    of_kimi = config.get("linear_attn_config")
+    attending = of_kimi.get("full_attn_layers") if isinstance(of_kimi, dict) else config.get("full_attn_idxs")
+    return len(attending) if isinstance(attending, list) else layers
 
 
 def _size(config: dict[str, Any], name: str) -> int:

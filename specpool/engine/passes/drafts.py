@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from specpool.engine.cache.checkpoints import Segment
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.sampling.rows import SequenceRows
@@ -57,6 +58,8 @@ class Draft:
     of the states of all drafts."""
     is_broken: bool = False
     """Whether logits were not finite, which ends the draft."""
+    segment: Segment | None = None
+    """How a draft loop runs the recurrence of the rows after `span`; None without recurrent layers."""
 
     @property
     def rows(self) -> SequenceRows:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
+from specpool.engine.config.architectures import RECURRENT_LAYERS
 from specpool.engine.config.sources import first_line
 from specpool.engine.passes.attention import why_not_packed
 from specpool.engine.passes.families import window_of
@@ -84,7 +85,7 @@ def unsupported_attention(config: PreTrainedConfig, max_model_len: int) -> str |
         return FOREIGN if isinstance(error, KeyError) and error.args == (DRY_RUN,) else None
     if not calls:
         return FOREIGN
-    recurrent = {layer for layer, kind in enumerate(types) if kind == "linear_attention"}
+    recurrent = {layer for layer, kind in enumerate(types) if kind == RECURRENT_LAYERS.get(config.model_type)}
     if calls != Counter({*range(layers)} - recurrent):
         return "layers that run attention several times or not at all"
     return None

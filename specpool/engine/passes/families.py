@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from specpool.engine.cache.recurrent import RecurrentSizes
-from specpool.engine.config.architectures import DELTA_NETS
+from specpool.engine.config.architectures import DELTA_NETS, KIMI_LINEAR, RECURRENT_LAYERS, SHORT_CONVS
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
@@ -21,9 +21,11 @@ SHARDABLE = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 # Families whose layers may have windows. The others ignore the field.
 WINDOWED = {"mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"}
 # Families that cache a latent vector instead of keys and values.
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"}
-MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"} | (LATENT - {"youtu"})
-FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | LATENT | {"ministral", "seed_oss"}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", KIMI_LINEAR}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"} | (
+    LATENT - {"youtu"}
+)
+FAMILIES = SHARDABLE | GEMMA | MIXTURES | DELTA_NETS | SHORT_CONVS | LATENT | {"ministral", "seed_oss"}
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_pytorch_tanh": Activation("gelu_tanh")})
 """Activations of the fused pass, by their name in transformers."""
@@ -53,10 +55,21 @@ def longest_window(config: PreTrainedConfig) -> int | None:
 
 def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
     """Return the sizes of a model's recurrent layers; None if all layers attend."""
-    layers = [*(getattr(config, "layer_types", None) or ())].count("linear_attention")
-    if config.model_type not in DELTA_NETS or not layers:
+    layers = [*(getattr(config, "layer_types", None) or ())].count(RECURRENT_LAYERS.get(config.model_type))
+    if not layers:
         return None
     sizes: Any = config
+    if config.model_type in SHORT_CONVS:
+        return RecurrentSizes(layers, state=(0, 0, 0), inputs=sizes.hidden_size, taps=sizes.conv_L_cache, gates=0)
+    if config.model_type == KIMI_LINEAR:
+        heads, size = sizes.linear_num_heads, sizes.linear_head_dim
+        return RecurrentSizes(
+            layers,
+            state=(heads, size, size),
+            inputs=3 * heads * size,
+            taps=sizes.linear_conv_kernel_dim,
+            gates=heads * size + heads,
+        )
     keys, values = sizes.linear_num_key_heads, sizes.linear_num_value_heads
     key_size, value_size = sizes.linear_key_head_dim, sizes.linear_value_head_dim
     return RecurrentSizes(
@@ -104,6 +117,13 @@ def embedding_scale(config: PreTrainedConfig, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
+def norm_eps(config: PreTrainedConfig) -> float:
+    """Return the epsilon of norms."""
+    sizes: Any = config
+    eps: float = sizes.norm_eps if config.model_type in SHORT_CONVS else sizes.rms_norm_eps
+    return eps
+
+
 def activation_of(config: PreTrainedConfig) -> Activation | None:
     """Return the activation of all MLPs; None if the fused pass lacks it."""
     if config.model_type == "gpt_oss":  # transformers before 5.18 hard-codes these numbers
@@ -133,6 +153,8 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
             return f"its {key} is {value!r}"
     if activation_of(config) is None:
         return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
+    if config.model_type == KIMI_LINEAR:  # without rotary embeddings
+        return None
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     for each in [rope[name] for name in rotary_types(config) if name] or [rope]:
         if "rope_theta" not in each:
@@ -156,5 +178,7 @@ def _not_among(families: Set[str], config: PreTrainedConfig) -> str | None:
 
 def _activation_name(config: PreTrainedConfig) -> str:
     sizes: Any = config
+    if config.model_type in SHORT_CONVS:
+        return "silu"
     name: str = sizes.hidden_activation if config.model_type in GEMMA - {"gemma"} else sizes.hidden_act
     return name

@@ -12,19 +12,24 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specpool.engine.config.architectures import KIMI_LINEAR, SHORT_CONVS
 from specpool.engine.passes.families import (
     LATENT,
     OFFSET_NORMS,
     embedding_scale,
     is_interleaved,
+    norm_eps,
     recurrent_sizes,
     rotary_types,
 )
 from specpool.engine.passes.features import FeatureEmbedding
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
+from specpool.engine.passes.fused_kimi import FusedKimiDeltaNet, adapt_modules
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
+from specpool.engine.passes.fused_recurrent import RecurrentLayer
+from specpool.engine.passes.fused_short_conv import FusedShortConv, rename_modules
 from specpool.engine.passes.modules import softcapped
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order
@@ -47,6 +52,10 @@ class FusedModel(ForwardPass):
         self.group = group
         config: Any = model.config
         inner: Any = model.model
+        if config.model_type in SHORT_CONVS:
+            rename_modules(inner)
+        if config.model_type == KIMI_LINEAR:
+            adapt_modules(inner)
         embedding = inner.embed_tokens
         self.fc, self.state_norm, self.projection, self.norms_output = None, None, None, False  # of a feature draft
         self.input_norms = None
@@ -57,7 +66,7 @@ class FusedModel(ForwardPass):
         self.compute_dtype = model.dtype
         self.recurrent_sizes = recurrent_sizes(config)
         """Sizes of the recurrent layers; None if all layers attend."""
-        self.eps: float = config.rms_norm_eps
+        self.eps = norm_eps(config)
         self.embedding: Weight = embedding.weight
         self.embedding_scale = embedding_scale(config, model.dtype)
         """Factor of embeddings."""
@@ -73,9 +82,12 @@ class FusedModel(ForwardPass):
         order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
         for index, layer in enumerate(inner.layers):
-            recurrent = sum(isinstance(each, FusedDeltaNet) for each in self.layers)
+            recurrent = sum(isinstance(each, RecurrentLayer) for each in self.layers)
             if hasattr(layer, "linear_attn"):
-                self.layers.append(FusedDeltaNet(layer, index, recurrent, config, group))
+                net = FusedKimiDeltaNet if config.model_type == KIMI_LINEAR else FusedDeltaNet
+                self.layers.append(net(layer, index, recurrent, config, group))
+            elif hasattr(layer, "conv"):
+                self.layers.append(FusedShortConv(layer, index, recurrent, config, group))
             elif is_latent:
                 self.layers.append(FusedLatentLayer(layer, index, index - recurrent, config, order, group))
             else:
@@ -83,7 +95,7 @@ class FusedModel(ForwardPass):
                 self.layers.append(kind(layer, index, index - recurrent, config, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
-        attending: Any = next(layer for layer in self.layers if not isinstance(layer, FusedDeltaNet))
+        attending: Any = next(layer for layer in self.layers if not isinstance(layer, RecurrentLayer))
         self.kv_heads: int = attending.kv_heads
         self.head_dim: int = attending.head_dim
         """Features of a cached key."""
@@ -102,6 +114,16 @@ class FusedModel(ForwardPass):
         first: Any = self.layers[0]
         return self.norm is None or first.before_attention is None or isinstance(first, JoiningLayer)
 
+    @property
+    def uncompiled_layers(self) -> str | None:
+        """The kind of layers that only torch operations run yet; None if there are none."""
+        layers: list[Any] = list(self.layers)
+        if any(isinstance(layer, FusedShortConv) for layer in layers):
+            return "short convolutions"
+        if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
+            return "delta nets with a decay for each feature"
+        return None
+
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
         layers: list[Any] = list(self.layers)
@@ -119,7 +141,7 @@ class FusedModel(ForwardPass):
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Scratch bytes of the largest recurrent or latent layer, in a pass of `rows` rows."""
-        kinds = FusedDeltaNet | FusedLatentLayer
+        kinds = RecurrentLayer | FusedLatentLayer
         return max((layer.scratch_bytes(rows) for layer in self.layers if isinstance(layer, kinds)), default=0)
 
     def project(self, states: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from specpool.engine.config.architectures import DELTA_NETS
 from specpool.engine.passes.attention import attend
-from specpool.engine.passes.families import OFFSET_NORMS, WINDOWED, activation_of, rotary_types, window_of
+from specpool.engine.passes.families import OFFSET_NORMS, WINDOWED, activation_of, norm_eps, rotary_types, window_of
 from specpool.engine.passes.features import StateNorm
 from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.kinds import Activation, AttentionKind
@@ -57,7 +57,7 @@ class DecoderLayer(nn.Module, ABC):
     def __init__(self, layer: Any, index: int, config: Any, group: SingleRank) -> None:
         super().__init__()
         self.group, self.index = group, index
-        self.eps: float = config.rms_norm_eps
+        self.eps = norm_eps(config)
         activation = activation_of(config)
         assert activation is not None
         self.mlp = _fused_mlp(layer.mlp, activation, group)

@@ -191,7 +191,9 @@ class Engine:
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
         """Whether `draft` can run all steps of these drafts on the device, and that is faster than single steps."""
         loop, steps = self.draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
-        if loop is None or steps < loop.min_draft_tokens or len(drafts) > self.max_num_batched_tokens:
+        if loop is None or not loop.min_draft_tokens <= steps <= self.max_draft_tokens:
+            return False
+        if len(drafts) > self.max_num_batched_tokens:
             return False
         return all(map(loop.can_draft, drafts))
 
@@ -208,6 +210,7 @@ class Engine:
         rounds = [replace(each, drafts=[draft for draft in each.drafts if draft.num_draft_tokens]) for each in rounds]
         if not len(logits):
             return
+        self.runner.plan_drafts(drafts_of(rounds))
         passes, tokens = self.draft_loop(logits, rounds, self.own_states)
         self.count_passes(passes, tokens)
 

@@ -12,6 +12,7 @@ from specpool.engine.cache.checkpoints import Checkpoints, Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
+from specpool.engine.passes.drafts import Draft
 from specpool.engine.passes.features import fill_states
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
@@ -82,6 +83,15 @@ class PassRunner:
             return []
         firsts = accumulate((len(span.token_ids) for span in spans), initial=0)
         return [self._checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
+
+    def plan_drafts(self, drafts: Sequence[Draft]) -> None:
+        """Plan the recurrence of the rows that a draft loop may run after the spans of these drafts."""
+        if self._checkpoints is None:
+            return
+        for draft in drafts:
+            count = draft.num_draft_tokens - 1  # the last token is not cached
+            rows = Span(draft.span.slot, draft.span.end, [0] * count, 0, num_tentative=count)
+            draft.segment = self._checkpoints.segment(rows, 0)
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""

@@ -20,6 +20,7 @@ from specpool.engine.probes.kernels import attention_agrees
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.engine import Engine
+from specpool.engine.startup.recurrence import recurrence_agrees
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def self_test(engine: Engine) -> bool:
     All slots of the engine must be free.
     """
     agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine) and _states_agree(engine)
+    agree = agree and recurrence_agrees(engine, _random_tokens(engine, engine.max_model_len, seed=4))
     (log.debug if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
     return agree
 

@@ -91,6 +91,8 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
 def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
     """Return spans of `rows` new tokens in total, spread over the slots; none if a slot is too small for its share.
 
+    Recurrent layers get a state before each span.
+
     Tokens are random, because equal tokens would all choose the same experts.
     """
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
@@ -98,11 +100,14 @@ def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
     if max(counts) > room:
         return []
     rng, vocabulary = random.Random(0), range(engine.vocab_size)
-    return [
+    spans = [
         Span(slot.index, min(STEP_CACHED, room - count), rng.choices(vocabulary, k=count), count)
         for slot, count in zip(slots, counts, strict=True)
         if count
     ]
+    if engine.facts.recurrent is not None:  # so that the passes begin with states, as rounds do
+        engine.forward([Span(span.slot, span.start - 1, [0], 0) for span in spans if span.start])
+    return spans
 
 
 def _fastest(engine: Engine, spans: Sequence[Span], min_repeats: int = 2) -> float:

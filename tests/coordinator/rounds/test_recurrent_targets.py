@@ -47,6 +47,21 @@ async def test_samples_share_the_states_of_their_prompt() -> None:
     assert target.misses == 0
 
 
+async def test_states_are_kept_where_prompts_differ() -> None:
+    """The second prompt leaves the states after the system prompt; all later ones use them."""
+    target, system = CountingTarget(), [9] * 70
+    async with serving(target, with_draft=False, prefill_tokens=200) as served:
+        cached = []
+        for i in range(4):
+            response = await served.expect(make_request([*system, *[i] * 80], 4, k=0))
+            cached.append(response.usage.cached_tokens)
+        assert cached == [0, 0, 64, 64]
+        requests = [make_request([*[5] * 50, *[i] * 80], 4, k=0) for i in range(5)]
+        together = await asyncio.gather(*map(served.expect, requests))
+    assert sorted(response.usage.cached_tokens for response in together) == [0, 0, 48, 48, 48]
+    assert target.misses == 0
+
+
 async def test_evicted_states_cost_no_lost_round() -> None:
     """The target has states for two prompts, and keeps the pages of all."""
     target = CountingTarget(slots=2)

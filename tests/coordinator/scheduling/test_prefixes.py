@@ -136,6 +136,25 @@ def test_states_and_pages_are_evicted_one_by_one() -> None:
     index.check_integrity({1})
 
 
+def test_states_are_wanted_where_a_prompt_leaves_the_path_of_another() -> None:
+    index, prompt = PrefixIndex(PAGE_SIZE), tuple(range(4 * PAGE_SIZE))
+    sequence = running(index, 1, prompt)
+    other, extended = make(2, (*prompt[:40], *SHARED)), make(3, (*prompt, *SHARED))
+    commit(index, sequence, 32)
+    assert index.fork_length(other) == 0, "sequences can begin after every page"
+    commit_with_states(index, sequence, 64, 0)
+    assert (index.fork_length(other), index.fork_length(extended)) == (32, 0)
+    index.add(other)
+    assert index.waits(other) is False
+    third = make(4, (*prompt[:32], *SHARED))
+    index.add(third)
+    assert index.waits(third), "the other sequence runs these pages again, to keep the states after them"
+    commit_with_states(index, other, 32, 32)
+    assert not index.waits(third)
+    assert index.cached_length(third) == 32
+    index.check_integrity({1, 2, 4})
+
+
 @pytest.mark.parametrize("how", ["mispredicted", "clear"])
 def test_states_can_be_forgotten_together(how: str) -> None:
     index, prompt = PrefixIndex(PAGE_SIZE), tuple(range(3 * PAGE_SIZE))

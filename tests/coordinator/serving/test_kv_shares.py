@@ -19,11 +19,11 @@ ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 pytestmark = pytest.mark.usefixtures("clients_by_metadata")
 
 
-@pytest.mark.parametrize("overlap", ["on", "off"])
-async def test_tokens_are_equal_while_sequences_grow_and_are_preempted(overlap: str) -> None:
+@pytest.mark.parametrize(("overlap", "is_recurrent"), [("on", False), ("on", True), ("off", False), ("off", True)])
+async def test_tokens_are_equal_while_sequences_grow_and_are_preempted(overlap: str, is_recurrent: bool) -> None:
     chance = random.Random(1)
-    target = RecordingTarget(kv_positions=768, max_model_len=512)
-    draft = RecordingDraft(target, kv_positions=512, max_model_len=512)
+    target = RecordingTarget(kv_positions=768, max_model_len=512, is_recurrent=is_recurrent)
+    draft = RecordingDraft(target, kv_positions=512, max_model_len=512, is_recurrent=is_recurrent)
     requests = [make_request([i, 2, 3] * chance.randint(1, 40), chance.choice([4, 40, 380])) for i in range(12)]
     async with serving(target, draft, overlap=overlap) as served:
         calls = [served.stub.Generate(r, metadata=(ANNE, BOB)[i % 2]) for i, r in enumerate(requests)]

@@ -17,7 +17,7 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import page_size_of
-from specpool.engine.cache.recurrent import RecurrentArena
+from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
@@ -45,6 +45,8 @@ def try_kernels(fused: FusedModel) -> None:
     """Run one row through a layer of each kind, on all ranks at once. Raise if the kernels cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
+    if fused.uncompiled_layers is not None:
+        raise RuntimeError(f"no kernels for {fused.uncompiled_layers}")
     weight, kv_heads, rows = fused.dense_embedding, fused.kv_heads, 1
     columns = page_size_of(weight.device)
     arena = KVArena.of_one_sequence(
@@ -53,7 +55,8 @@ def try_kernels(fused: FusedModel) -> None:
     arena.flush()
     sizes, segments = fused.recurrent_sizes, list[Segment]()
     if sizes is not None:
-        arena.recurrent = RecurrentArena(sizes._replace(layers=1), 2, 1, 2, weight.dtype, weight.device)
+        tail = tail_rows(columns)
+        arena.recurrent = RecurrentArena(sizes._replace(layers=1), 1, 1, tail, weight.dtype, weight.device)
         segments.append(Segment(0, 1, 0, NONE, 0, 0, 0, 1, 1))
     batch = pack([Span(0, 0, [0], 1)], arena, lambda needed: needed, segments=segments)
     states = weight.new_zeros(rows, fused.state_size) if fused.state_size else None
@@ -61,8 +64,8 @@ def try_kernels(fused: FusedModel) -> None:
     layers: Any = fused.layers
     kinds = [_kind_of(layer) for layer in layers]
     for layer in (layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)):
-        rotary = fused.rotaries[layer.rotary](rows)
-        added, normed = GpuLayer(layer, index=0, cache_index=0)(hidden, added, batch, rotary, normed), None
+        own = GpuLayer(layer, index=0, cache_index=0)
+        added, normed = own(hidden, added, batch, fused.rotaries[own.rotary](rows), normed), None
     add_and_norm(hidden, added, None, fused.eps).sum().item()
     if fused.softcap is not None:
         cap_logits(hidden, fused.softcap).sum().item()

@@ -4,7 +4,8 @@
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
 
-   Layers attend, perhaps to latent vectors (latent.h), or are gated delta nets (delta_net.h).
+   Layers attend, perhaps to latent vectors (latent.h), or are gated delta nets (delta_net.h) or short convolutions
+   (short_conv.h).
 
    Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head), KINDS (of the weights),
    ROUND_ACTIVATIONS (1: quantized panels take activations rounded to 8 bits) and RANK (features of a latent vector;
@@ -28,9 +29,7 @@ static int64_t projected_stride(const Layer *layer) {
 }
 
 static int64_t attended_stride(const Model *model, const Layer *layer) {
-    if (layer->key_ups.panels) return layer->out.inputs;
-    if (layer->inputs.panels) return model->delta.value_heads * model->delta.value_size;
-    return HEADS(model) * HEAD_DIM;
+    return layer->inputs.panels ? layer->out.inputs : HEADS(model) * HEAD_DIM;
 }
 
 /* The same, of the layer with most features. */
@@ -246,7 +245,8 @@ static ONE_COPY void cache_rows(const Stage *stage, int64_t row, int64_t end) {
 
 /* attended *= sigmoid(gate), for the query heads of a KV head. */
 static void gate_heads(const float *gates, float *attended) {
-    for (int i = 0; i < GROUPS * HEAD_DIM; i += WIDE) put(attended + i, 0, at(attended + i, 0) * sigmoid(at(gates + i, 0)));
+    for (int i = 0; i < GROUPS * HEAD_DIM; i += WIDE)
+        put(attended + i, 0, at(attended + i, 0) * sigmoid(at(gates + i, 0)));
 }
 
 static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end) {
@@ -263,15 +263,14 @@ static ONE_COPY void attend_tasks(const Stage *stage, int64_t task, int64_t end)
         int64_t next = task + batch->threads < rows * model->kv_heads ? task + batch->threads : task;
         const Places places = places_of(model, layer, batch, row), after = places_of(model, layer, batch, next % rows);
         int64_t after_first = next / rows * model->columns + column_of(&after, after.first);
-        int64_t begin = row * stride + head * GROUPS * HEAD_DIM;
         const float *queries = pass->acts.heads + row * heads_stride + head * GROUPS * HEAD_DIM;
-        attend(queries, layer->keys + first,
-               layer->values + first, &places, blocks, find_blocks(&places, blocks), model->scaling, layer->softcap,
-               layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores, layer->keys + after_first * HEAD_DIM, pass->acts.attended + begin, HEAD_DIM);
-        if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, pass->acts.attended + begin);
+        float *attended = pass->acts.attended + row * stride + head * GROUPS * HEAD_DIM;
+        attend(queries, layer->keys + first, layer->values + first, &places, blocks, find_blocks(&places, blocks),
+               model->scaling, layer->softcap, layer->sinks ? layer->sinks + head * GROUPS : 0, scores, batch->scores,
+               layer->keys + after_first * HEAD_DIM, attended, HEAD_DIM);
+        if (layer->is_gated) gate_heads(queries + (HEADS(model) + 2 * model->kv_heads) * HEAD_DIM, attended);
         if (ROUNDS_HEADS)
-            round_row(pass->acts.attended + begin, GROUPS * HEAD_DIM, row, rows,
-                      pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
+            round_row(attended, GROUPS * HEAD_DIM, row, rows, pass->acts.rounded + head * GROUPS * HEAD_DIM / PART * rows);
     }
 }
 
@@ -326,9 +325,19 @@ static Stage *input_stages(Stage *to, const Pass *pass) {
 
 /* Stages of a delta net over normalized rows. Result: `attended`. */
 static Stage *recur_stages(Stage *to, const Pass *pass, const Layer *layer) {
-    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * pass->model->delta.value_heads;
+    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * pass->model->recurrence.value_heads;
     *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = (Stage){recur, tasks, 1, tasks, ATTENTION, &pass->recurrence, layer};
+    *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS ? rows : 0);
+    return to;
+}
+
+/* Stages of a short convolution over normalized rows. Result: `attended`. */
+static Stage *convolve_stages(Stage *to, const Pass *pass, const Layer *layer) {
+    int64_t rows = pass->batch->rows, tasks = pass->batch->num_segments * num_blocks(pass->model);
+    *to++ = pass_gemm(&layer->inputs, pass, rows, pass->acts.normed, pass->acts.heads);
+    *to++ = (Stage){gate_inputs, rows, ROW_GRAIN, pass->batch->threads, ROWS, &pass->recurrence, layer};
+    *to++ = (Stage){convolve_tasks, tasks, 1, tasks, ATTENTION, &pass->recurrence, layer};
     *to++ = rows_stage(round_attended, pass, layer, ROUND_ACTIVATIONS ? rows : 0);
     return to;
 }
@@ -351,7 +360,8 @@ static Stage *latent_stages(Stage *to, const Pass *pass, const Layer *layer) {
 #define ATTEND_STAGES 7
 static Stage *attend_stages(Stage *to, const Pass *pass, const Layer *layer) {
     if (RANK) return latent_stages(to, pass, layer);
-    if (layer->inputs.panels) return recur_stages(to, pass, layer);
+    if (layer->rate) return recur_stages(to, pass, layer);
+    if (layer->taps) return convolve_stages(to, pass, layer);
     int64_t rows = pass->batch->rows, tasks = rows * pass->model->kv_heads;
     *to++ = pass_gemm(&layer->query_key_value, pass, rows, pass->acts.normed, pass->acts.heads);
     *to++ = rows_stage(cache_rows, pass, layer, rows);
@@ -409,6 +419,7 @@ void forward(const Model *model, const Batch *batch) {
 /* A step of a draft loop: a pass of `rows` rows, all with logits. */
 void forward_step(const Model *model, Batch *batch, int64_t rows) {
     batch->rows = batch->results = rows;
+    if (batch->num_segments) batch->num_segments = rows;
     forward(model, batch);
 }
 

@@ -8,7 +8,7 @@ from specpool.engine.native.compiler import POOL, VECTORS, compile_library
 
 LINEARS = ("qkv", "inputs", "query_up", "key_ups", "value_ups", "out", "gate_up", "down", "router", "gate_ups", "downs")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms", "query_norm", "latent_norm")
-DELTA_NUMBERS = ("taps", "rate", "dt_bias", "gate_norm")
+RECURRENT_NUMBERS = ("taps", "taps_bias", "rate", "dt_bias", "gate_norm")
 
 
 class Panel(Structure):
@@ -35,7 +35,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("correction", "shared_gate", *NORMS, "sinks")),
         *((name, c_int64) for name in ("window", "rotary", "is_gated")),
         ("softcap", c_float),
-        *((name, c_void_p) for name in ("keys", "values", *DELTA_NUMBERS)),
+        *((name, c_void_p) for name in ("keys", "values", *RECURRENT_NUMBERS)),
         *((name, c_void_p) for name in ("states", "edges", "tail_inputs", "tail_gates")),
     )
 
@@ -57,11 +57,12 @@ class Activation(Structure):
     _fields_ = (("is_gelu", c_int64), *((name, c_float) for name in ("alpha", "limit", "shift")))
 
 
-class DeltaSizes(Structure):
-    """Sizes of all gated delta nets of a model."""
+class RecurrenceSizes(Structure):
+    """Sizes of all recurrent layers of a model. Only gated delta nets have heads."""
 
-    _fields_ = tuple(
-        (name, c_int64) for name in ("key_heads", "value_heads", "key_size", "value_size", "taps", "tail_rows")
+    _fields_ = (
+        *((name, c_int64) for name in ("key_heads", "value_heads", "key_size", "value_size")),
+        *((name, c_int64) for name in ("taps", "features", "tail_rows")),
     )
 
 
@@ -97,7 +98,7 @@ class Model(Structure):
         ("softcap", c_float),
         ("routing", Routing),
         ("activation", Activation),
-        ("delta", DeltaSizes),
+        ("recurrence", RecurrenceSizes),
         ("latent", LatentSizes),
     )
 
@@ -132,7 +133,8 @@ FOLDER = Path(__file__).parent
 ROUNDED_FLAGS = ("-ffp-contract=off",)
 """No fused multiply-adds, so rounded activations give the same bits on every processor."""
 SOURCES = (
-    *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "delta_net.h", "rows.h")),
+    *(FOLDER / name for name in ("decoder.c", "latent.h", "experts.h", "short_conv.h")),
+    *(FOLDER / name for name in ("delta_net.h", "recurrence.h", "rows.h", "segment.h")),
     *(FOLDER / name for name in ("gemm.h", "tiles.h", "rounded.h", "dots.h", "panels.h")),
     POOL,
     VECTORS,

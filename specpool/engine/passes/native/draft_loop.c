@@ -6,6 +6,7 @@
    mirrors the structs. */
 
 #include "sampling.h"
+#include "segment.h"
 
 #include <math.h>
 #include <string.h>
@@ -20,6 +21,7 @@ typedef struct {
     double min_chance, next_chance, chance;
     int64_t round, num_draft_tokens, count; /* `count`: draft tokens so far */
     int64_t is_broken;                      /* whether logits were not finite, which ends the draft */
+    Segment segment;                        /* of the next pass, if the model has recurrent layers */
 } Draft;
 
 typedef struct {
@@ -33,6 +35,7 @@ typedef struct {
     const void *model;
     void *batch;                                                         /* a pass of up to `num_drafts` rows */
     int64_t *token_ids, *positions, *slots, *prefix_lengths, *offsets; /* of the pass, [num_drafts] */
+    Segment *segments; /* of the pass, [num_drafts]; null: no recurrent layers */
     const float *logits, *first_logits; /* of the pass and of the pass before the loop, [num_drafts] rows */
     int64_t stride, first_stride;       /* floats of a row */
     float *input_states;     /* of the pass, [num_drafts, hidden] */
@@ -136,11 +139,21 @@ static float *state_of(const Loop *loop, const Draft *draft, int64_t count) {
     return loop->states + ((draft - loop->drafts) * loop->max_draft_tokens + count) * loop->hidden;
 }
 
+/* The recurrence of a draft's next row. A checkpoint is written before the first one, if at all. */
+static Segment next_segment(Draft *draft, int64_t row) {
+    Segment own = draft->segment, *next = &draft->segment;
+    own.first_row = row, own.rows = 1, own.start = draft->position;
+    if (own.write >= 0)
+        next->read = own.write, next->read_position = own.write_position, next->read_tail = own.write_tail, next->write = -1;
+    return own;
+}
+
 /* Runs the last token of each draft. */
 static void run_pass(Loop *loop, Draft **drafts, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         Draft *draft = drafts[i];
         loop->token_ids[i] = loop->draft_token_ids[(draft - loop->drafts) * loop->max_draft_tokens + draft->count - 1];
+        if (loop->segments) loop->segments[i] = next_segment(draft, i);
         loop->positions[i] = draft->position++;
         loop->slots[i] = draft->slot;
         loop->prefix_lengths[i] = draft->prefix_length;

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import Segment
 from specpool.engine.native.compiler import compile_library
 from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of
 from specpool.engine.passes.native.decoder import Batch, Model
@@ -37,7 +38,8 @@ from specpool.engine.sampling.lexers import ALL, Reader, Words, full_mask
 from specpool.engine.sampling.reasoning import LimitedReader
 from specpool.engine.sampling.rules import Changes
 
-SOURCES = (Path(__file__).with_name("draft_loop.c"), compiled.ROWS)
+SOURCES = (*(Path(__file__).with_name(name) for name in ("draft_loop.c", "segment.h")), compiled.ROWS)
+SegmentNumbers = c_int64 * len(Segment._fields)
 ROW_ARRAYS = ("token_ids", "positions", "slots", "prefix_lengths", "offsets")
 MASK64 = (1 << 64) - 1
 
@@ -56,6 +58,7 @@ class DraftState(Structure):
         *((name, c_void_p) for name in ("counted_ids", "counts")),
         *((name, c_double) for name in ("min_chance", "next_chance", "chance")),
         *((name, c_int64) for name in ("round", "num_draft_tokens", "count", "is_broken")),
+        ("segment", SegmentNumbers),
     )
 
 
@@ -70,7 +73,7 @@ class Loop(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("forward", "model", "batch")),
-        *((name, c_void_p) for name in ROW_ARRAYS),
+        *((name, c_void_p) for name in (*ROW_ARRAYS, "segments")),
         *((name, c_void_p) for name in ("logits", "first_logits")),
         *((name, c_int64) for name in ("stride", "first_stride")),
         *((name, c_void_p) for name in ("input_states", "own_states", "states")),
@@ -138,7 +141,7 @@ class NativeDraftLoop:
         loop = Loop(
             **self._code,
             batch=addressof(arguments),
-            **{name: getattr(arguments, name) for name in ROW_ARRAYS},
+            **{name: getattr(arguments, name) for name in (*ROW_ARRAYS, "segments")},
             logits=pass_logits.data_ptr(),
             first_logits=logits.data_ptr(),
             stride=pass_logits.stride(0),
@@ -176,6 +179,8 @@ class NativeDraftLoop:
         state.position, state.slot, state.round = span.end, span.slot, number
         state.prefix_length, state.offset = span.prefix_length, span.offset
         state.num_draft_tokens = draft.num_draft_tokens
+        if draft.segment is not None:
+            state.segment = SegmentNumbers(*draft.segment)
         state.min_chance, state.next_chance, state.chance = draft.min_chance, draft.next_chance, draft.chance
         if rules is None:
             return None
@@ -204,7 +209,9 @@ class NativeDraftLoop:
         """A pass with a row for each draft. The loop fills in its numbers."""
         count, max_length = len(drafts), max(draft.span.end + draft.num_draft_tokens for draft in drafts)
         hidden = self._model.hidden if self._model.fc.panels else 0
-        numbers = array("q", bytes(array("q").itemsize * NUMBERS_PER_ROW * count)) + array("q", range(count))
+        segments = 0 if self._arena.recurrent is None else count
+        numbers = array("q", [0] * NUMBERS_PER_ROW * count) + array("q", range(count))
+        numbers += array("q", [0] * len(Segment._fields) * segments)
         return PackedBatch(
             arena=self._arena,
             tokens=count,
@@ -215,6 +222,7 @@ class NativeDraftLoop:
             numbers=torch.frombuffer(numbers, dtype=torch.int64),
             input_states=torch.empty(count, hidden) if hidden else None,
             own_states=torch.empty(count, hidden) if hidden else None,
+            num_segments=segments,
         )
 
 

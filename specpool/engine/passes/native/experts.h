@@ -3,7 +3,7 @@
 
    The choices of a row are consecutive. Places are the choices grouped by expert. */
 
-#include "delta_net.h"
+#include "short_conv.h"
 
 /* Added to the sum of weights before it divides them. As in fused_experts.py. */
 #define TINY_WEIGHT 1e-20f

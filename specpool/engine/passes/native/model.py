@@ -45,12 +45,12 @@ from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS
 from specpool.engine.passes.native.shapes import (
     LANES,
     attention_layers,
-    delta_sizes_of,
     gemm_inputs_of,
     largest_intermediate,
     latent_floats,
     latent_sizes_of,
     query_groups,
+    recurrence_sizes_of,
     routing_of,
     shape_problem,
 )
@@ -127,7 +127,7 @@ class NativeModel(ForwardPass):
             activation=Activation(
                 activation.function == "gelu_tanh", activation.alpha, activation.limit or inf, activation.shift
             ),
-            delta=delta_sizes_of(fused),
+            recurrence=recurrence_sizes_of(fused),
             latent=latent_sizes_of(first),
         )
         if fused.fc is not None:
@@ -157,9 +157,7 @@ class NativeModel(ForwardPass):
         return self._gemm(self._projection, states.contiguous())[:, : self.state_size]
 
     def draft_loop(self, arena: KVArena, head: Head) -> DraftLoop | None:
-        """The compiled draft loop; None if this machine cannot run it, or if layers are recurrent."""
-        if arena.recurrent is not None:
-            return None
+        """The compiled draft loop; None if this machine cannot run it."""
         return compile_draft_loop(self._library, self._model, self._prepare, arena, head)
 
     def scratch_bytes(self, rows: int, length: int) -> int:
@@ -276,7 +274,7 @@ class NativeModel(ForwardPass):
                 self._point_to_states(arena.recurrent)
 
     def _point_to_states(self, recurrent: RecurrentArena) -> None:
-        self._model.delta.tail_rows = recurrent.rows
+        self._model.recurrence.tail_rows = recurrent.rows
         tensors = recurrent.states, recurrent.edges, recurrent.inputs, recurrent.gates
         for layer, of_layer in zip(
             (layer for layer in self._layers if layer.taps), zip(*tensors, strict=True), strict=True

@@ -15,7 +15,7 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.fused_layers import FusedLayer
-from specpool.engine.passes.native.decoder import DELTA_NUMBERS, NORMS, Linear, Panel
+from specpool.engine.passes.native.decoder import NORMS, RECURRENT_NUMBERS, Linear, Panel
 from specpool.engine.passes.native.panels import KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
@@ -135,7 +135,7 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
 
 def numbers_of(layer: Any) -> dict[str, torch.Tensor | None]:
     """The float32 numbers of a decoder layer beside its linear layers, by their names in the struct."""
-    numbers = {name: getattr(layer, name, None) for name in (*NORMS, *DELTA_NUMBERS)}
+    numbers = {name: getattr(layer, name, None) for name in (*NORMS, *RECURRENT_NUMBERS)}
     if isinstance(layer, FusedLayer):
         numbers["sinks"] = layer.attention.sinks
     if isinstance(layer.mlp, FusedExperts):

@@ -1,6 +1,7 @@
 /* The structs of a model and a batch, and the work on single rows: norms, rotary embedding, cache, attention, gates. */
 
 #include "gemm.h"
+#include "segment.h"
 
 /* Kinds of stages. Recurrences count as attention. */
 enum { GEMM, ATTENTION, ROWS };
@@ -33,15 +34,11 @@ typedef struct {
     float alpha, limit, shift; /* `limit`: of the magnitudes, or infinite */
 } Activation;
 
-/* Sizes of all gated delta nets of a model. `taps`: of the convolution. `tail_rows`: rows of a tail. */
+/* Sizes of all recurrent layers of a model. Only delta nets have heads. `taps`, `features`: positions and features that the
+   convolution reads. `tail_rows`: rows of a tail. */
 typedef struct {
-    int64_t key_heads, value_heads, key_size, value_size, taps, tail_rows;
-} DeltaSizes;
-
-/* How a pass runs the recurrence of a span; see `Segment` of checkpoints.py. */
-typedef struct {
-    int64_t first_row, rows, start, read, read_position, read_tail, write, write_position, write_tail;
-} Segment;
+    int64_t key_heads, value_heads, key_size, value_size, taps, features, tail_rows;
+} RecurrenceSizes;
 
 /* Sizes of heads with latent attention before absorption, and the epsilon of norms of latent vectors. */
 typedef struct {
@@ -55,8 +52,8 @@ typedef struct {
 } Rotary;
 
 typedef struct {
-    Linear query_key_value;          /* gates of the heads follow, if the layer is gated */
-    Linear inputs;                   /* of a delta net or latent attention, in place of query_key_value */
+    Linear query_key_value;          /* then gates of the query heads, if the layer is gated */
+    Linear inputs;                   /* of a recurrent layer or latent attention, in place of query_key_value */
     Linear query_up, key_ups, value_ups; /* of latent attention; query_up has no panels if `inputs` has the queries */
     Linear out;
     Linear gate_up, down;            /* of the MLP for all rows; without panels if all are experts */
@@ -70,11 +67,12 @@ typedef struct {
     const float *sinks;                         /* [heads], or null */
     int64_t window;                             /* visible positions of a row, its own included; 0: all */
     int64_t rotary;                             /* index of the rotary tables */
-    int64_t is_gated;                           /* whether sigmoids of gates multiply the results of attention */
+    int64_t is_gated;                           /* whether sigmoids of gates multiply the attended features */
     float softcap;                              /* bound on scores; 0: none */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
-    const float *taps;             /* of a delta net, [taps, features], oldest first */
-    const float *rate, *dt_bias;   /* [value_heads]: log decay = rate * softplus(step + dt_bias) */
+    const float *taps;             /* of a recurrent layer, [taps, features], oldest first */
+    const float *taps_bias;        /* [features], or null */
+    const float *rate, *dt_bias;   /* of a delta net, [value_heads]: log decay = rate * softplus(step + dt_bias) */
     const float *gate_norm;        /* [value_size] */
     float *states, *edges, *tail_inputs, *tail_gates; /* as in recurrent.py */
 } Layer;
@@ -94,7 +92,7 @@ typedef struct {
     float embedding_scale, softcap; /* `softcap`: bound on logits; 0: none */
     Routing routing;
     Activation activation;
-    DeltaSizes delta;
+    RecurrenceSizes recurrence;
     LatentSizes latent;
 } Model;
 

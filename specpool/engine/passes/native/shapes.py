@@ -9,9 +9,11 @@ import torch
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_kimi import FusedKimiDeltaNet
 from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import FusedLayer
-from specpool.engine.passes.native.decoder import DeltaSizes, LatentSizes, Routing
+from specpool.engine.passes.fused_recurrent import RecurrentLayer
+from specpool.engine.passes.native.decoder import LatentSizes, RecurrenceSizes, Routing
 from specpool.engine.passes.native.panels import PANEL
 
 # As in decoder.c.
@@ -52,12 +54,15 @@ def routing_of(fused: FusedModel) -> Routing:
     )
 
 
-def delta_sizes_of(fused: FusedModel) -> DeltaSizes:
-    """Return the sizes of a model's delta nets. All share them; the cache knows the rows of a tail."""
-    net = next(delta_nets(fused), None)
-    if net is None:
-        return DeltaSizes()
-    return DeltaSizes(net.key_heads, net.value_heads, net.key_size, net.value_size, len(net.taps))
+def recurrence_sizes_of(fused: FusedModel) -> RecurrenceSizes:
+    """Return the sizes of a model's recurrent layers. All share them; the cache knows the rows of a tail."""
+    layer = next((layer for layer in fused.layers if isinstance(layer, RecurrentLayer)), None)
+    if layer is None:
+        return RecurrenceSizes()
+    taps, features = layer.taps.shape
+    if not isinstance(layer, FusedDeltaNet):
+        return RecurrenceSizes(taps=taps, features=features)
+    return RecurrenceSizes(layer.key_heads, layer.value_heads, layer.key_size, layer.value_size, taps, features)
 
 
 def latent_sizes_of(layer: FusedLayer | FusedLatentLayer) -> LatentSizes:
@@ -85,6 +90,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     """Say what rules out the compiled pass for this model, as a predicate; None if nothing does."""
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
+    if any(isinstance(layer, FusedKimiDeltaNet) for layer in fused.layers):
+        return "cannot run delta nets with a decay for each feature"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"

@@ -243,6 +243,14 @@ def test_a_short_last_piece_leaves_the_end_of_the_prompt() -> None:
     assert served(table, 1, range(600)) == 512
 
 
+def test_a_state_before_all_tokens_is_no_prefix() -> None:
+    checkpoints = Checkpoints(1, 3, 32, 32)
+    checkpoints.segment(Span(0, 0, [1, 2], 0, num_tentative=2), 0)
+    checkpoints.segment(Span(0, 1, [*range(40)], 1, num_tentative=30), 0)
+    checkpoints.cache(0, [b"of the first page"])
+    assert not checkpoints.pool.has(b"of the first page")
+
+
 def test_turns_and_samples_share_one_checkpoint() -> None:
     table, prompt = table_of(8, 24), range(100)
     for sample in range(7):

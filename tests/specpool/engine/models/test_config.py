@@ -47,7 +47,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("qwen3_5_text", "Qwen3_5ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "its hidden_act is"),
         ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {"num_experts": 0}, "0 experts; it must have at least 1"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
-        ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}, "conv layers"),
+        ("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv"] * 32}, "without attention"),
         ("gemma4_text", "Gemma4ForCausalLM", {}, "layers of different sizes"),
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", {}, "sparse attention"),
         ("deepseek_v3", "DeepseekV3ForCausalLM", {"head_dim": 16}, "inconsistent sizes"),

@@ -58,6 +58,8 @@ def refusals(folder: Path) -> list[str]:
         ("linear_key_head_dim", -1, "65,536"),
         ("linear_value_head_dim", 2**20, "65,536"),
         ("linear_conv_kernel_dim", 65, "64"),
+        ("conv_L_cache", 65, "64"),
+        ("block_multiple_of", 0, "16,777,216"),
     ],
 )
 def test_sizes_beyond_their_limits_are_refused(folder: Path, name: str, value: Any, limit: str) -> None:

@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": MIXED, "vocab_size_per_layer_input": 258},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -49,9 +50,10 @@ afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohe
 deepseek_v2 deepseek_v3 dots1 gemma2 glm4_moe_lite gpt_oss granite_swa
 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3
 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minimax_m2 minimax_m3_vl_text ministral
-ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
+hyperclovax internlm3 iquestcoder jais2 kimi_linear kolibri1 laguna lfm2 lfm2_moe llama mellum minimax_m2
+minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt
+persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+solar_open starcoder2
 """
 """Families that must not be refused."""
 VARIANTS = [

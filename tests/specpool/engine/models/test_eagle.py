@@ -9,7 +9,8 @@ from eagle_heads import HIDDEN, ROWS, VOCAB, ReferenceHead, save_eagle_head, sav
 from feature_drafts import encoded_states, random_states
 from interpreted_kernels import choose, run_by_kernels
 from safetensors.torch import load_file
-from tiny_models import load_engine, random_tokens, refusal, save_model, small_config
+from tiny_models import edited_weights, load_engine, random_tokens, refusal, save_model, small_config
+from torch.nn.functional import rms_norm
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
@@ -139,6 +140,15 @@ def test_gemma_head_norms_multiply_by_one_plus_weight(tmp_path: Path, llama: Pat
         states = random_states(5, 3 * HIDDEN, 0.4)
         logits.append(engine.forward([Span(0, 0, random_tokens(5), 5, states=states)]))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_final_norm_of_a_gemma_target_multiplies_by_one_plus_weight(tmp_path: Path) -> None:
+    target, states = save_model(tmp_path / "target", small_config("gemma")), random_states(3, HIDDEN, 0.4)
+    with edited_weights(target) as weights:
+        weights["model.norm.weight"] = weight = 0.2 * torch.randn(HIDDEN)
+    engine = load_engine(save_eagle_head(tmp_path / "head", 1), exact=False, target_model=str(target))
+    expected = rms_norm(states, (HIDDEN,), 1 + weight, engine.loaded.config.rms_norm_eps)
+    torch.testing.assert_close(engine.forward_pass.project(states), expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -220,6 +220,7 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
     torch.testing.assert_close(*logits, atol=0, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # experts compute nothing for padding, and leave memory as it was
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
 def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""

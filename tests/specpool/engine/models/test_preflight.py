@@ -112,6 +112,8 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
     assert "which needs at least 6.0KiB" in refusal(latent, kv_memory=2 * 24 * 2 * 64 - 1, max_model_len=64)
     hybrid = {"model_type": "qwen3_next", "full_attention_interval": 2}  # one of two layers caches keys and values
     check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
+    hybrid = {"model_type": "lfm2", "full_attn_idxs": [1]}
+    check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
 
 
 def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:

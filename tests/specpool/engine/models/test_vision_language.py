@@ -79,6 +79,21 @@ def test_engine_serves_the_text_part(kind: str, tmp_path: Path) -> None:
     assert engine.facts.parameters < sum(stored.values())
 
 
+def test_experts_may_be_stored_in_one_weight(tmp_path: Path) -> None:
+    """As in the checkpoints of Qwen3.5."""
+    expected = text_logits(save_vision_language(tmp_path, "qwen3_5_moe"))
+    with edited_weights(tmp_path) as weights:
+        for layer in {name.partition(".0.gate_proj")[0] for name in weights if ".experts.0.gate_proj" in name}:
+            ups, downs = [], []
+            for index in range(sum(name.startswith(layer) and "down_proj" in name for name in weights)):
+                gate, up, down = (weights.pop(f"{layer}.{index}.{each}_proj.weight") for each in ("gate", "up", "down"))
+                ups.append(torch.cat([gate, up]))
+                downs.append(down)
+            weights |= {f"{layer}.gate_up_proj": torch.stack(ups), f"{layer}.down_proj": torch.stack(downs)}
+    engine = load_engine(tmp_path, max_model_len=256)
+    assert (decode_alone(engine, TOKENS) - expected).abs().max() < 1e-4
+
+
 @pytest.mark.slow
 def test_shards_have_the_weights_of_one_device(tmp_path: Path) -> None:
     save_vision_language(tmp_path, "qwen3_vl", tie_word_embeddings=True)

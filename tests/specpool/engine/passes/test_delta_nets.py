@@ -1,4 +1,4 @@
-"""Gated delta nets match transformers, and a row has the same bits however its sequence was computed."""
+"""Recurrent layers match transformers, and a row has the same bits however its sequence was computed."""
 
 import random
 from pathlib import Path
@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from delta_nets import DELTA_NET_MODELS, save_delta_net
+from delta_nets import RECURRENT_MODELS, save_delta_net, save_recurrent
 from tiny_models import decode_alone, edited_weights, load_engine, random_tokens, rows_that_differ, transformers_logits
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.architectures import DELTA_NETS
+from specpool.engine.config.architectures import RECURRENT_LAYERS
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.facts import weights_fingerprint
 from specpool.engine.models.loading import load_model
+from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.probes import batch_invariance
 from specpool.engine.run.engine import Engine
 
 LENGTH, PROMPT, DRAFTS = 90, 60, 5
@@ -26,15 +28,15 @@ def load_torch_engine(folder: Path, dtype: str = "float32", **options: Any) -> E
     return engine
 
 
-QUICK = {"qwen3_next", "qwen3_5_text"}
+QUICK = {"qwen3_next", "qwen3_5_text", "lfm2, biased", "lfm2_moe"}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in DELTA_NET_MODELS],
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RECURRENT_MODELS],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_delta_net(tmp_path_factory.mktemp("delta_net"), request.param)
+    return save_recurrent(tmp_path_factory.mktemp("recurrent"), request.param)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -43,7 +45,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
 
 
 def test_every_family_is_tested() -> None:
-    assert {architecture for architecture, _ in DELTA_NET_MODELS.values()} == DELTA_NETS
+    assert {architecture for architecture, _ in RECURRENT_MODELS.values()} == RECURRENT_LAYERS.keys()
 
 
 def test_logits_match_transformers(engine: Engine, folder: Path) -> None:
@@ -62,8 +64,10 @@ def test_states_reach_across_passes(engine: Engine) -> None:
     tokens = random_tokens(LENGTH)
     expected = engine.forward([Span(0, 0, tokens, 1)])
     engine.forward([Span(0, 0, tokens[:-1], 0)])
-    assert engine.layout.arena.recurrent is not None
-    engine.layout.arena.recurrent.states.zero_()
+    arena = engine.layout.arena.recurrent
+    assert arena is not None
+    for kept in (arena.states, arena.edges, arena.inputs):
+        kept.zero_()
     lost = engine.forward([Span(0, LENGTH - 1, tokens[-1:], 1)])
     assert (lost - expected).abs().max() > 0.05 * expected.abs().max()
 
@@ -105,6 +109,14 @@ def test_rows_have_the_bits_of_decoding_alone(engine: Engine) -> None:
 
 def test_repeated_rounds_have_equal_bits(engine: Engine) -> None:
     assert rows_that_differ(engine, lengths=(2, 9, 40, 61)) == 0
+
+
+def test_passes_may_have_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMMs need it on some processors. It caches the keys and values of the first row again."""
+    monkeypatch.setattr(batch_invariance, "ROW_TILES", (Tiles(min_rows=16, row_multiple=16),))
+    engine = load_torch_engine(save_delta_net(tmp_path))
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0
 
 
 def test_heads_for_several_tokens_are_not_part_of_the_model(tmp_path: Path) -> None:

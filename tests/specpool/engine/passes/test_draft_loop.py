@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from delta_nets import save_recurrent
 from feature_drafts import encoded_states, random_states, save_feature_draft
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -262,6 +263,14 @@ def test_drafts_of_a_mixture_of_experts(tmp_path: Path) -> None:
     pair = looped_engine(folder), stepped_engine(folder)
     for seed in range(5):
         run_rounds(pair, seed)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_drafts_with_recurrent_layers(tmp_path: Path, name: str) -> None:
+    folder = save_recurrent(tmp_path, name)
+    pair = looped_engine(folder, threads=2), stepped_engine(folder, threads=2)
+    for seed in range(8):
+        run_rounds(pair, seed, count=8)
 
 
 def test_first_tokens_may_take_several_passes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.pair import save_tokenizer
 from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.architectures import DELTA_NETS
+from specpool.engine.config.architectures import RECURRENT_LAYERS
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.families import FAMILIES, LATENT, activation_of, is_fusable
 from specpool.engine.passes.fused import FusedModel
@@ -121,7 +121,7 @@ def test_logits_match_transformers_and_are_batch_invariant(variant: tuple[Path, 
 
 
 def test_every_family_is_tested() -> None:
-    tested_elsewhere = DELTA_NETS | LATENT
+    tested_elsewhere = RECURRENT_LAYERS.keys() | LATENT
     assert {architecture for architecture, _ in VARIANTS.values()} == FAMILIES - tested_elsewhere
 
 

@@ -1,16 +1,21 @@
 """Models with gated delta nets on GPU kernels: interpreted, and in captured passes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from delta_nets import save_delta_net
 from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
 from tiny_models import load_engine, random_tokens, transformers_logits
+from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu import layers
 from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.gpu.delta_net import run_segments
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 
@@ -61,6 +66,11 @@ def test_kernels_match_transformers_and_decoding_alone(
     assert_rounds_have_the_bits_of(engine, expected, tokens)
 
 
+def test_kernels_are_tried_before_they_take_over_weights(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_delta_net(tmp_path, **SMALL), attn_implementation="eager")
+    try_kernels(FusedModel(model))
+
+
 def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeGraphs()
     imitate_kernels(monkeypatch)
@@ -78,3 +88,20 @@ def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch
     replayed = fake.replayed
     assert_rounds_have_the_bits_of(engine, expected, tokens)
     assert fake.replayed == replayed + 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_self_test_covers_the_recurrence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
+    """The planted bug rounds otherwise in passes of several sequences."""
+
+    def run(partials: torch.Tensor, *others: Any) -> torch.Tensor:
+        is_batch = int((others[2][:, 1] > 0).sum()) > 1
+        return run_segments(partials, *others) * (1 + 1e-6 * (is_batch and not is_exact))
+
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(layers, "run_segments", run)
+    folder = save_delta_net(tmp_path, **SMALL)
+    engine = load_engine(folder, native=False, cuda_graphs=False, max_sequences=3, max_model_len=64)
+    assert isinstance(engine.forward_pass, GpuModel)
+    assert engine.bitwise is is_exact

@@ -1,4 +1,4 @@
-"""Gated delta nets of the compiled pass: near transformers, with equal bits in any batch, round and processor."""
+"""Recurrent layers of the compiled pass: near transformers, with equal bits in any batch, round and processor."""
 
 import platform
 import random
@@ -50,13 +50,20 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
-CHANGES: dict[str, dict[str, Any]] = {"qwen3_5_text": {}, "qwen3_next": EXPERTS, "qwen3_5_moe_text": EXPERTS}
+SHORT_CONVS = {"layer_types": ["conv", "full_attention", "conv", "conv"], "hidden_size": 192, "block_multiple_of": 16}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_next": EXPERTS,
+    "qwen3_5_moe_text": EXPERTS,
+    "lfm2": SHORT_CONVS | {"conv_bias": True},
+    "lfm2_moe": SHORT_CONVS | EXPERTS | {"num_dense_layers": 1},
+}
 LENGTH = 90
 TOKENIZER = TokenizerFiles(Tokenizer(BPE()).to_str().encode(), "", {}, ())
 
 
 def save_hybrid(folder: Path, family: str = "qwen3_5_text", **changes: Any) -> Path:
-    """Save a random model with three delta nets and one layer that attends, of distinct heads, norms and taps."""
+    """Save a random model with three recurrent layers and one that attends, of distinct heads, norms and taps."""
     save_model(folder, small_config(family, **SIZES, **CHANGES[family], **changes))
     generator = torch.Generator().manual_seed(1)
     with edited_weights(folder) as weights:
@@ -66,9 +73,9 @@ def save_hybrid(folder: Path, family: str = "qwen3_5_text", **changes: Any) -> P
     return folder
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_hybrid(tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("hybrid"), request.param)
 
 
 def load_hybrid(folder: Path, **options: object) -> Engine:
@@ -188,6 +195,6 @@ def test_int8_activations_round_the_inputs_of_quantized_weights(hybrid: Path) ->
         if isinstance(module, QuantizedLinear):
             module.register_forward_pre_hook(round_parts)
     differences = decode_alone(engine, tokens) - peer(torch.tensor([tokens])).logits[0]
-    assert differences.abs().median() < 1e-3  # a few inputs round to another code
+    assert differences[: LENGTH // 3].abs().median() < 1e-5  # in later rows, an input rounds to another code
     assert engine.bitwise
     assert rows_that_differ(engine) == 0

@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import edited_weights, load_engine, save_model, save_output_head, small_config
+from delta_nets import save_delta_net
+from tiny_models import edited_weights, load_engine, refusal, save_model, save_output_head, small_config
 from torch import distributed
 
 from specpool.engine.config.options import EngineOptions
@@ -40,6 +41,11 @@ def test_partial_output_heads_are_not_sharded(tmp_path: Path) -> None:
     save_output_head(folder, [3, 9])
     with pytest.raises(UnsupportedModelError, match="output head"):
         load_engine(folder, device="cpu", tensor_parallel=2)
+
+
+def test_recurrent_models_are_not_sharded(tmp_path: Path) -> None:
+    message = refusal(save_delta_net(tmp_path), device="cpu", tensor_parallel=2)
+    assert "cannot be sharded: qwen3_5_text is not one of the families" in message
 
 
 def test_misshapen_weights_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Compares the bits of passes with gated delta nets, also after rejected drafts, and times steps and prefills."""
+
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks.engine import finished
+from benchmarks.gpu.exactness import SECONDS, Rows, add_row, check_all_equal, hows, logits_of, run_repeatedly
+from benchmarks.gpu.mixtures import measure_model
+from benchmarks.gpu.part import TINY, Findings, Settings
+from benchmarks.report import seconds_of
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
+
+MODEL = "qwen3.5-9b"
+TINY_CHANGES = {
+    **TINY, "hidden_size": 64, "intermediate_size": 96, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+PROMPTS, REHEARSED_PROMPTS = (40, 300), (6,)
+"""Tokens before the first verification: fewer than a page, and several pages."""
+DRAFTS, ROUNDS, REHEARSED_ROUNDS = 4, 12, 3
+TIMED_PREFILL = 2048
+
+
+def measure_hybrids(settings: Settings, findings: Findings) -> None:
+    """Compare and time a random model of real size."""
+    settings, changes = replace(settings, target=MODEL), TINY_CHANGES if settings.rehearse else {}
+    engine = measure_model(settings, findings, changes)
+    for length in REHEARSED_PROMPTS if settings.rehearse else PROMPTS:
+        compare = partial(compare_rejections, findings, engine, settings, length)
+        findings.attempt(settings, f"rejections after {length} tokens", SECONDS, compare)
+    findings.attempt(settings, "prefill", SECONDS, partial(time_prefill, findings, engine))
+    check_all_equal(findings)
+
+
+def compare_rejections(findings: Findings, engine: Engine, settings: Settings, length: int) -> None:
+    """Compare verifications, most of whose drafts are partly wrong, with one token per pass, launched."""
+    rng, count = random.Random(length), max(settings.sizes.batches)
+    rounds = REHEARSED_ROUNDS if settings.rehearse else ROUNDS
+    texts = [[rng.randrange(engine.vocab_size) for _ in range(length + rounds * (1 + DRAFTS))] for _ in range(count)]
+    reference: Rows = {}
+    with engine.forward_pass.eager():
+        for slot in {0, count - 1}:
+            logits_of(engine, [Span(slot, 0, texts[slot][:length], 1)])
+            for at in range(length, len(texts[slot])):
+                reference |= logits_of(engine, [Span(slot, at, texts[slot][at : at + 1], 1)])
+    for how in hows(engine):
+        logits_of(engine, [Span(slot, 0, text[:length], 1) for slot, text in enumerate(texts)])
+        ends, runs = [length] * count, list[Rows]()
+        for _ in range(rounds):
+            accepted = [rng.randint(0, DRAFTS) for _ in texts]
+            spans = [verification(slot, texts[slot], ends[slot], accepted[slot]) for slot in range(count)]
+            ends = [end + 1 + kept for end, kept in zip(ends, accepted, strict=True)]
+            for rows in run_repeatedly(engine, partial(list, [spans]), how):
+                runs.append({(slot, at): row for (slot, at), row in rows.items() if at < ends[slot]})
+        facts = {"model": MODEL, "what": "rejections", "sequences": count, "positions": length, "how": how}
+        add_row(findings, facts, reference, runs)
+
+
+def verification(slot: int, text: list[int], start: int, accepted: int) -> Span:
+    """A token and drafts, of which `accepted` continue the text."""
+    tokens = text[start : start + 1 + DRAFTS]
+    wrong = [token ^ 1 for token in tokens[1 + accepted :]]
+    return Span(slot, start, tokens[: 1 + accepted] + wrong, len(tokens), num_tentative=len(tokens) - 1)
+
+
+def time_prefill(findings: Findings, engine: Engine) -> None:
+    """Time a prompt in one pass. Its rows run one after the other in recurrent layers."""
+    length = min(TIMED_PREFILL, engine.max_model_len - 1)
+    run = partial(finished, partial(engine.forward, [Span(0, 0, [5] * length, 1)]))
+    row: dict[str, Any] = {"model": MODEL, "tokens": length, "ms": [round(seconds_of(run) * 1000, 1) for _ in range(3)]}
+    findings.add_row("prefills", row)
