@@ -27,7 +27,7 @@ class RecurrentSizes(NamedTuple):
     taps: int
     """Positions that the short convolution reads, including the row's own."""
     gates: int
-    """Float32 numbers of a position beside its inputs, such as the log decay and beta of each head."""
+    """Float32 numbers of a position besides its inputs, such as the log decay and beta of each head."""
 
     def checkpoint_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a checkpoint. `dtype`: of the inputs; states are float32."""

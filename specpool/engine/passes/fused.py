@@ -100,7 +100,7 @@ class FusedModel(ForwardPass):
         self.head_dim: int = attending.head_dim
         """Features of a cached key."""
         self.latent_rank: int | None = attending.rank if is_latent else None
-        """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
+        """Leading features of a cached key that are also its value, in latent attention; None: values are separate."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -116,11 +116,10 @@ class FusedModel(ForwardPass):
 
     @property
     def uncompiled_layers(self) -> str | None:
-        """The kind of layers that only torch operations run yet; None if there are none."""
-        layers: list[Any] = list(self.layers)
-        if any(isinstance(layer, FusedShortConv) for layer in layers):
+        """The kind of layers that GPU kernels cannot run; None if there are none."""
+        if any(isinstance(layer, FusedShortConv) for layer in self.layers):
             return "short convolutions"
-        if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
+        if any(isinstance(layer, FusedKimiDeltaNet) for layer in self.layers):
             return "delta nets with a decay for each feature"
         return None
 
