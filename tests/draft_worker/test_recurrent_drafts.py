@@ -91,3 +91,14 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.draft_ahead(drafted)
         if chance.random() < 0.9:  # otherwise, the target has failed
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
+
+
+def test_a_draft_that_ends_at_once_keeps_its_state(draft: Engine) -> None:
+    """The rows after the prompt have no room in its tail, so that longer drafts would begin another one."""
+    forget_all(draft, 2)
+    rounds = Rounds(draft, random.Random(0))
+    tokens, fields = random_tokens(60), {"num_draft_tokens": 9}
+    proposal = rounds.propose(ProposeItem(1, 0, tuple(tokens), min_chance=1.0, **fields))
+    assert (len(proposal.draft_token_ids), proposal.num_cached_tokens) == (1, 60)
+    proposal = rounds.propose(ProposeItem(1, 60, (7,), **fields))
+    assert proposal.draft_token_ids == rounds.fresh([*tokens, 7], **fields).draft_token_ids
