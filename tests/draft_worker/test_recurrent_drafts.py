@@ -91,3 +91,22 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.draft_ahead(drafted)
         if chance.random() < 0.9:  # otherwise, the target has failed
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
+
+
+def test_a_draft_that_ends_at_once_leaves_no_state(draft: Engine) -> None:
+    """The loop would have written a checkpoint before its first row, because the prompt's tail has no room for it."""
+    forget_all(draft, 2)
+    rounds, prompt = Rounds(draft, random.Random(0)), random_tokens(60)
+    first = rounds.propose(ProposeItem(1, 0, tuple(prompt), num_draft_tokens=8, min_chance=0.99))
+    assert len(first.draft_token_ids) == 1
+    second = rounds.propose(ProposeItem(1, len(prompt), (5,), num_draft_tokens=K))
+    assert second.draft_token_ids == rounds.fresh([*prompt, 5], num_draft_tokens=K).draft_token_ids
+
+
+def test_drafts_are_no_longer_than_a_tail(draft: Engine) -> None:
+    forget_all(draft, 2)
+    rounds, prompt = Rounds(draft, random.Random(0)), random_tokens(35)
+    long = rounds.fresh(prompt, num_draft_tokens=100).draft_token_ids
+    assert len(long) == draft.max_draft_tokens
+    for count in (1, 20, len(long) - 1):
+        assert rounds.fresh([*prompt, *long[:count]], num_draft_tokens=1).draft_token_ids == long[count : count + 1]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.cache.checkpoints import Checkpoints, Segment
+from specpool.engine.cache.checkpoints import NONE, Checkpoints, Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention_plan import plan_attention
@@ -92,6 +92,14 @@ class PassRunner:
             count = draft.num_draft_tokens - 1  # the last token is not cached
             rows = Span(draft.span.slot, draft.span.end, [0] * count, 0, num_tentative=count)
             draft.segment = self._checkpoints.segment(rows, 0)
+
+    def drop_unwritten(self, drafts: Sequence[Draft]) -> None:
+        """Drop the checkpoints planned for drafts of which the loop ran no row."""
+        for draft in drafts:
+            planned = draft.segment
+            if planned is not None and planned.write != NONE and draft.span.end == planned.start:
+                assert self._checkpoints is not None
+                self._checkpoints.truncate(draft.span.slot, planned.start - 1)
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""
