@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specpool.engine.config.options import INT8, Activations, Dtype, check_int8
+from specpool.engine.config.options import INT8, MTP, Activations, Dtype, check_int8
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
 from specpool.rpc.security.settings import ClientSecurity
@@ -120,6 +120,8 @@ class PlanSettings(Settings, ClientSecurity):
             raise ValueError(f"{min(missing).replace('_', '-')}: must be given with {given[0].replace('_', '-')}")
         if given and (self.target is not None or self.draft is not None):
             raise ValueError("give models or the addresses of running workers, not both")
+        if self.target == MTP:
+            raise ValueError("target: mtp is a draft")
         if self.target is not None and self.draft is None:
             raise ValueError("draft: required with a target")
         return self

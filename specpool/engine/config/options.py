@@ -70,6 +70,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 MTP = "mtp"
 """Model that stands for the multi-token prediction (MTP) layer in the checkpoint of the target."""
+MTP_NEEDS_FUSED = "fused: mtp needs the fused pass"
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
@@ -226,6 +227,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
             raise ValueError("model mtp is the MTP layer of a target: set target_model")
         if self.model == MTP and self.tensor_parallel > 1:
             raise ValueError("tensor_parallel: mtp runs on one rank")
+        if self.model == MTP and not self.fused:
+            raise ValueError(MTP_NEEDS_FUSED)
         if self.tensor_parallel % self.nnodes:
             raise ValueError(f"tensor_parallel {self.tensor_parallel} is not a multiple of nnodes {self.nnodes}")
         if self.kv_layout == "padded" and self.tensor_parallel > 1:

@@ -27,6 +27,7 @@ from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
 from specpool.engine.passes.families import (
+    LATENT,
     MIXTURES,
     WINDOWED,
     expert_count,
@@ -190,12 +191,21 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     types: list[str] = getattr(config, "layer_types", None) or []
     if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
         return "sliding_attention layers, but no sliding_window"
+    if config.model_type in RECURRENT_LAYERS and not types:
+        return "no layer_types, so its kinds of layers are unknown"
     experts = expert_count(config)
     if experts == 0 and config.model_type in MIXTURES - {"qwen3_next"}:  # all of its layers may be dense
         return "0 experts; it must have at least 1"
+    if experts and chosen is None and config.model_type in MIXTURES:
+        return "no num_experts_per_tok"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
-    return _invalid_groups(experts, chosen, getattr(config, "n_group", None), getattr(config, "topk_group", None))
+    groups, top_groups = getattr(config, "n_group", None), getattr(config, "topk_group", None)
+    if config.model_type in LATENT and getattr(config, "topk_method", None) != "greedy" and experts:
+        missing = [name for name, value in (("n_group", groups), ("topk_group", top_groups)) if value is None]
+        if missing:
+            return f"no {missing[0]}, which its choice of experts needs"
+    return _invalid_groups(experts, chosen, groups, top_groups)
 
 
 def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: object) -> str | None:
