@@ -89,15 +89,21 @@ class Runner:
 
 
 def rounds(chance: random.Random) -> Iterator[list[Span]]:
-    """Prompts in chunks, then verifications that keep some of their draft tokens, until all sequences are complete."""
+    """Prompts in chunks, then verifications that keep some of their draft tokens, until all sequences are complete.
+
+    Some spans, as of a draft model, only have draft tokens.
+    """
     lengths = [0] * SLOTS
     while min(lengths) < LENGTH:
         spans = []
         for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
-            committed = min(LENGTH - lengths[slot], 1 if lengths[slot] > 9 else chance.randint(1, 9))
-            drafts = min(LENGTH - lengths[slot] - committed, chance.randint(0, DRAFTS) if lengths[slot] else 0)
-            if committed:
-                spans.append(Span(slot, lengths[slot], [0] * (committed + drafts), 1, num_tentative=drafts))
+            is_prompt, room = lengths[slot] <= 9, LENGTH - lengths[slot]
+            committed = min(room, chance.randint(1, 9) if is_prompt else chance.randint(0, 1))
+            drafts = min(room - committed, chance.randint(0, DRAFTS) if lengths[slot] else 0)
+            if committed + drafts:
+                num_logits = chance.randint(0, 1) if is_prompt and not drafts else 1
+                token_ids = [0] * (committed + drafts)
+                spans.append(Span(slot, lengths[slot], token_ids, num_logits, num_tentative=drafts))
         if spans:
             yield spans
             if chance.random() < 0.3:
