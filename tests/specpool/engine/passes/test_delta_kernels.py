@@ -145,3 +145,15 @@ def test_segments_without_rows_touch_nothing() -> None:
     segments = torch.zeros(4, len(Segment._fields), dtype=torch.int64)
     run_segments(layer.partials[:, 0], runner.arena, 0, segments, layer.taps, layer.rates, layer.biases)
     assert all(map(torch.equal, tensors, before))
+
+
+def test_small_time_steps_are_not_rounded_off() -> None:
+    layer = Layer.random(8, 16, torch.float32, 1)
+    heads = len(layer.rates)
+    runner, steps = Runner(layer, torch.float32), torch.linspace(-25.0, 5.0, ROWS)
+    layer.biases.zero_()
+    layer.partials[0, 0, :ROWS, -heads:] = steps[:, None]
+    runner.run([Span(0, 0, [0] * ROWS, 0, num_tentative=ROWS)])
+    expected = layer.rates.double() * softplus(steps.double())[:, None]
+    found = runner.arena.gates[0, 0, :, :heads].double()
+    torch.testing.assert_close(found, expected, atol=0.0, rtol=1e-6)
