@@ -181,7 +181,8 @@ def _resources(query: torch.Tensor, width: int, kind: AttentionKind, groups: int
     """Return the size of tiles, and the warps and pipeline stages of a program. `groups`: its query heads."""
     dtype = query.dtype
     if is_latent:
-        return {"HEIGHT": LATENT_HEIGHT, "BLOCK": BLOCK // 2, "num_warps": 8, "num_stages": 1 if is_wide(dtype) else 3}
+        warps, stages = (16, 1) if is_wide(dtype) else (8, 3)
+        return {"HEIGHT": LATENT_HEIGHT, "BLOCK": BLOCK // 2, "num_warps": warps, "num_stages": stages}
     warps = _warps(dtype, query.shape[2], architecture(query.device), kind)
     return {"HEIGHT": tile_height(dtype, groups), "BLOCK": _block(dtype, width, kind), "num_warps": warps,
             "num_stages": _stages(dtype, width)}  # fmt: skip
