@@ -141,10 +141,7 @@ def test_mtp_layers_are_checked_in_the_configuration_of_the_target(tmp_path: Pat
     llama = model_folder(tmp_path / "llama")
     empty = model_folder(tmp_path / "empty", model_type="qwen3_next", mtp_num_hidden_layers=0)
     for target, reason in (
-        (
-            llama,
-            "mtp: MTP layers are supported for glm4_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_next, not",
-        ),
+        (llama, "mtp: MTP layers are supported for glm4_moe, "),
         (empty, "mtp: the target has no MTP layer: its mtp_num_hidden_layers is 0"),
         (tmp_path / "glm.gguf", f"mtp: {tmp_path / 'glm.gguf'} is a GGUF file"),
         (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no such file or folder"),
