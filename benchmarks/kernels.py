@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
+from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, LATENT_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
@@ -119,7 +119,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **HEAD_SHAPES}
+ALL_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **LATENT_SHAPES, **HEAD_SHAPES
+}  # fmt: skip
 
 
 Row = dict[str, Any]
@@ -283,7 +285,10 @@ def arena_of(model: GpuModel, sequences: int, length: int) -> KVArena:
         entries, rows = CHECKPOINTS_PER_SLOT * sequences, tail_rows(GPU_PAGE_SIZE)
         recurrent = RecurrentArena(model.recurrent_sizes, entries, sequences, rows, dtype, device)
     layers = len(model.layers) - (0 if recurrent is None else recurrent.sizes.layers)
-    return KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE, recurrent)
+    return KVArena(
+        layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE, recurrent,
+        model.latent_rank,
+    )  # fmt: skip
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

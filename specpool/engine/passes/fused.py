@@ -99,6 +99,8 @@ class FusedModel(ForwardPass):
         self.kv_heads: int = attending.kv_heads
         self.head_dim: int = attending.head_dim
         """Features of a cached key."""
+        self.latent_rank: int | None = attending.rank if is_latent else None
+        """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -120,7 +122,7 @@ class FusedModel(ForwardPass):
             return "short convolutions"
         if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
             return "delta nets with a decay for each feature"
-        return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
+        return None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
