@@ -106,7 +106,7 @@ def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> 
 def test_recurrent_layers_need_the_fused_pass_on_one_rank(tmp_path: Path) -> None:
     config = small_config("qwen3_5_text", **DELTA_NET_SIZES)
     folder = save_config(tmp_path, config, architectures=["Qwen3_5ForCausalLM"])
-    assert "this qwen3_5_text model needs the fused pass: --fused is off" in refusal(folder, fused=False)
+    assert "this qwen3_5_text model runs only in the fused pass, but --fused is off" in refusal(folder, fused=False)
     sharded = refusal(folder, device="cpu", tensor_parallel=2)
     assert "cannot be sharded: qwen3_5_text is not one of the families" in sharded
 
