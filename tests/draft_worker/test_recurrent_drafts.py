@@ -104,3 +104,14 @@ def test_a_draft_may_be_longer_than_a_tail(draft: Engine, monkeypatch: pytest.Mo
         proposals += Proposer(draft).propose([ProposeRound("c", 1, [replace(item)])])
     assert proposals[0] == proposals[1]
     assert len(proposals[0][0].draft_token_ids) == item.num_draft_tokens
+
+
+def test_a_draft_that_ends_at_once_keeps_its_state(draft: Engine) -> None:
+    """The rows after the prompt have no room in its tail, so that longer drafts would begin another one."""
+    forget_all(draft, 2)
+    rounds = Rounds(draft, random.Random(0))
+    tokens, fields = random_tokens(60), {"num_draft_tokens": 9}
+    proposal = rounds.propose(ProposeItem(1, 0, tuple(tokens), min_chance=1.0, **fields))
+    assert (len(proposal.draft_token_ids), proposal.num_cached_tokens) == (1, 60)
+    proposal = rounds.propose(ProposeItem(1, 60, (7,), **fields))
+    assert proposal.draft_token_ids == rounds.fresh([*tokens, 7], **fields).draft_token_ids

@@ -127,6 +127,11 @@ class Checkpoints:
         read = (NONE, start, new.tail) if begun is None else _place(begun)
         return Segment(first_row, end - start, start, *read, new.entry, new.position, new.tail)
 
+    def undo(self, slot: int, segment: Segment) -> None:
+        """Drop the checkpoint that a segment was to write, because its rows did not run."""
+        if segment.write != NONE:
+            self.pool.drop([self._kept[slot].pop().entry])
+
     def _next(self, span: Span, begun: Checkpoint | None) -> Checkpoint:
         """Take a checkpoint for a span: at a page border if its tail then holds the rest, for the prefix cache."""
         start, end = span.start, span.end

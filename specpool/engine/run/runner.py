@@ -93,6 +93,12 @@ class PassRunner:
             rows = Span(draft.span.slot, draft.span.end, [0] * count, 0, num_tentative=count)
             draft.segment = self._checkpoints.segment(rows, 0)
 
+    def end_drafts(self, drafts: Sequence[Draft]) -> None:
+        """Keep no checkpoints for drafts that ended before a draft loop ran any of their rows."""
+        for draft in drafts:
+            if self._checkpoints is not None and draft.segment is not None and len(draft.token_ids) < 2:
+                self._checkpoints.undo(draft.span.slot, draft.segment)
+
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""
         forward_pass, device = self.forward_pass, self.arena.device
