@@ -132,7 +132,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     memory_limit: ByteSize | None = Field(
         None,
         description="total memory per rank, such as 2GiB: on a CPU, the resident memory of the process; on a GPU, what "
-        "it allocates there. The KV cache gets what everything else leaves; replaces kv_memory",
+        "it allocates there. The KV cache and recurrent states get the rest; replaces kv_memory",
     )
     grammar_memory: ByteSize | None = Field(
         None,
