@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.drafting.plans import DraftMethod
-from specpool.engine.config.options import FLOAT32, INT8
+from specpool.engine.config.options import FLOAT32, INT8, MTP
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
 
@@ -152,6 +152,9 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds, carr
     activations = f"\n    activations: {model.activations}" if is_chosen else ""
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
     states = f" and {_mi(memory.state_per_slot)}B of recurrent states per sequence" if memory.state_per_slot else ""
+    revision, target_model = model.revision, ""
+    if model.name == MTP:
+        revision, target_model = plan.target.revision, f"\n    target_model: {json.dumps(plan.target.name)}"
     request, limit, draft_memory = needs.request_bytes, needs.limit_bytes, ""
     if carried is not None:
         request, limit = request + carried.request_bytes, limit + carried.limit_bytes
@@ -163,11 +166,11 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds, carr
 sequence).
 {role}:{enabled}
   model: {json.dumps(model.name)}
-  revision: {json.dumps(model.revision or "")}
+  revision: {json.dumps(revision or "")}
   gpus: {int(model.on_gpu)}
   device: {"cuda" if model.on_gpu else "cpu"}
   settings:
-    dtype: {model.dtype}{activations}
+    dtype: {model.dtype}{activations}{target_model}
     max_model_len: {memory.max_model_len}
     max_sequences: {slots}
     kv_memory: {_mi(needs.kv_bytes)}B{draft_memory}
