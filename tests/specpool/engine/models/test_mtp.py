@@ -154,10 +154,13 @@ def test_experts_may_be_stored_together(tmp_path: Path) -> None:
         ({"shared_head.norm.weight": None}, "lack 1 of the model's weights: model.layers.2.shared_head.norm.weight"),
         ({"mlp.gate.weight": torch.ones(4, 3)}, "model.layers.2.mlp.gate.weight (of shape [4, 64], not [4, 3])"),
         ({"extra.weight": torch.ones(3)}, "that the configured model does not use: model.layers.2.extra.weight"),
-        ({"eh_proj.weight": torch.ones(64, 128).char()}, "model.layers.2.eh_proj.weight has the type I8, not a float"),
+        (
+            {"eh_proj.weight": torch.ones(64, 128).char()},
+            "model.layers.2.eh_proj.weight is stored as I8, but config.json names no",
+        ),
         (
             {"self_attn.q_proj.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)},
-            "model.layers.2.self_attn.q_proj.weight has the type F8_E4M3, not a float",
+            "model.layers.2.self_attn.q_proj.weight is stored as F8_E4M3, but config.json names no",
         ),
     ],
 )
@@ -189,8 +192,8 @@ def test_targets_without_a_layer_are_refused(tmp_path: Path, family: str, change
 def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
     for options, reason in (
         ({"target_model": str(glm), "fused": False}, "fused: mtp needs the fused pass"),
-        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel: mtp runs on one rank"),
-        ({}, "model mtp is the MTP layer of a target: set target_model"),
+        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel must be 1 with model mtp"),
+        ({}, "model mtp needs target_model, the model that has the MTP layer"),
     ):
         with pytest.raises(ValidationError, match=reason):
             EngineOptions.model_validate({"model": "mtp", **options})
