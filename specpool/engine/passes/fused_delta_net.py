@@ -30,7 +30,7 @@ class DeltaNet(RecurrentLayer):
     """Weight of the norm before the output gate, [value size]."""
 
     def _gated(self, read: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the branch [rows, hidden], given what rows read from states [rows, value heads, value size]."""
+        """Return the branch [rows, hidden]. `read`: results of the queries, [rows, value heads, value size]."""
         gated = rms_norm(read, (self.value_size,), self.gate_norm, self.eps) * gate.view(read.shape)
         return self.group.project(self.out, gated.flatten(1).to(dtype), "attended")
 
@@ -95,9 +95,9 @@ def _step(
     decay: torch.Tensor,  # [heads, 1 or key size], its logarithm
     beta: torch.Tensor,  # [heads]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one position. Return the state after it, and what its query reads, [heads, value size].
+    """Run one position. Return the state after it, and the result of its query [heads, value size].
 
-    All shapes are those of one row, so a row has the same bits in every batch.
+    Every operation has the shape of one row, so a row has the same bits in every batch.
     """
     state = state * decay.exp()[..., None]
     change = (value - (state * key[..., None]).sum(1)) * beta[:, None]

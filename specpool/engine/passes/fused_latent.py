@@ -37,7 +37,7 @@ class FusedLatentLayer(DecoderLayer):
         self.heads, self.kv_heads = source.num_heads, 1
         self.rank, self.rotary_dim = source.kv_lora_rank, source.qk_rope_head_dim
         self.key_dim, self.value_dim = source.qk_nope_head_dim, source.v_head_dim
-        """Features of a head's key without its rotary part, and of its value, both before absorption."""
+        """Features of a head's key without its rotary part, and of its value, in the model without absorption."""
         self.head_dim = self.rank + self.rotary_dim
         """Features of the cached key."""
         self.latent_eps: float = source.kv_a_layernorm.variance_epsilon
@@ -46,8 +46,8 @@ class FusedLatentLayer(DecoderLayer):
         latent = with_outputs(source.kv_a_proj_with_mqa, of_key)
         is_direct = source.q_lora_rank is None
         self.inputs = joined(with_outputs(source.q_proj, of_query) if is_direct else source.q_a_proj, latent)
-        """[queries or their latent vector | latent vector | rotary part of the key]. The queries of a row are the keys'
-        counterparts of all heads, then the rotary parts of all heads."""
+        """[queries or their latent vector | latent vector | rotary part of the key]. Queries are ordered by part: the
+        non-rotary parts of all heads, then the rotary parts."""
         self.query_norm = None if is_direct else source.q_a_layernorm.weight.detach()
         """Weight of the norm of the queries' latent vector; None: `inputs` has the queries."""
         self.query_up = None if is_direct else with_outputs(source.q_b_proj, of_query)

@@ -27,7 +27,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "w3": "up_proj",
     }
 )
-"""Names of modules in other families, by their name in LFM2."""
+"""Names of modules in other families, by LFM2's name."""
 
 
 class FusedShortConv(RecurrentLayer):
