@@ -123,7 +123,7 @@ class FusedModel(ForwardPass):
         if any(isinstance(layer, FusedShortConv) for layer in self.layers):
             return "short convolutions"
         if any(isinstance(layer, FusedKimiDeltaNet) for layer in self.layers):
-            return "delta nets with a decay for each feature"
+            return "Kimi Delta Attention"
         return None
 
     def dequantize(self) -> None:

@@ -170,8 +170,8 @@ class GpuModel(ForwardPass):
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
 
     def padded_shape(self, needed: Shape) -> Shape:
-        """Round every size up."""
-        return Shape(*map(self.padded_rows, needed))
+        """Round every size up but the segments, which no kernel is compiled for."""
+        return Shape(*map(self.padded_rows, needed[:3]), needed.segments)
 
     def captured_length(self, shape: Shape, length: int) -> int:
         """Maximum positions of sequences, up to `length`, in a captured pass of this shape.
