@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from specpool.engine.config.options import EngineOptions, Int8RefusedError, int8_refusal
+from specpool.engine.config.options import MTP, EngineOptions, Int8RefusedError, int8_refusal
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.config.target_options import TargetOptions
-from specpool.engine.models.preflight import InvalidOptionError
+from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.engine.models.weights import download_weights
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.reservation import CacheNeeds, LimitCache
 from specpool.engine.startup.loading import load_engine
@@ -34,6 +35,9 @@ def load_pair(options: TargetOptions, startup_cache: bool, report: Report) -> tu
     def load_draft(needs: CacheNeeds, limit_cache: LimitCache) -> Engine:
         return _load_draft(draft, needs, startup_cache, report, limit_cache)
 
+    if draft.model == MTP:  # refuse a checkpoint without the layer before loading the target
+        download_weights(EngineOptions.of(options), report)
+        check_options(draft, {"model": "draft"})
     memory = PairMemory(load_draft, options.draft_kv_memory)
     engine = load_target(options, startup_cache, report, memory.limit_target)
     _check_pair(engine, memory.draft)

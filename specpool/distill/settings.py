@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.options import MTP, EngineOptions
 from specpool.engine.models.embedded_pair import EMBEDDED_TARGET, draft_weights
 from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
@@ -104,6 +104,8 @@ class DistillSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.target == MTP:
+            raise ValueError("target: mtp is a draft")
         if self.epochs == 0 and self.initial is None and not (missing := self.output / INT8_FILE).is_file():
             raise ValueError(f"epochs: 0 only rounds a draft, but {missing} does not exist; give --initial")
         if self.feature_layers is not None and self.kind != "feature":

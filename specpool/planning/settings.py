@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from specpool.engine.config.options import INT8, Activations, Dtype, check_int8
+from specpool.engine.config.options import INT8, MTP, Activations, Dtype, check_int8
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
 from specpool.rpc.security.settings import ClientSecurity
@@ -25,7 +25,10 @@ class PlanSettings(Settings, ClientSecurity):
         None, min_length=1, description="hub id, folder or GGUF file; default: the embedded pair's"
     )
     draft: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, min_length=1, description="hub ids, folders or GGUF files of drafts, or mtp; default: the embedded pair's"
+        None,
+        min_length=1,
+        description="hub ids, folders or GGUF files of drafts, or mtp (the target's MTP layer); "
+        "default: the embedded pair's",
     )
     target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")
     draft_address: DraftAddress | None = Field(
@@ -120,6 +123,8 @@ class PlanSettings(Settings, ClientSecurity):
             raise ValueError(f"{min(missing).replace('_', '-')}: must be given with {given[0].replace('_', '-')}")
         if given and (self.target is not None or self.draft is not None):
             raise ValueError("give models or the addresses of running workers, not both")
+        if self.target == MTP:
+            raise ValueError("target: mtp is a draft")
         if self.target is not None and self.draft is None:
             raise ValueError("draft: required with a target")
         return self

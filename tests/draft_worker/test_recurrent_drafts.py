@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from delta_nets import save_delta_net
@@ -94,18 +93,6 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
 
 
-def test_a_draft_may_be_longer_than_a_tail(draft: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft loop, which keeps all rows in one tail, leaves it to single steps."""
-    item = ProposeItem(1, 0, tuple(random_tokens(50)), num_draft_tokens=2 * draft.max_draft_tokens)
-    proposals = []
-    for loop in (draft.draft_loop, None):
-        forget_all(draft, 2)
-        monkeypatch.setattr(draft, "draft_loop", loop)
-        proposals += Proposer(draft).propose([ProposeRound("c", 1, [replace(item)])])
-    assert proposals[0] == proposals[1]
-    assert len(proposals[0][0].draft_token_ids) == item.num_draft_tokens
-
-
 def test_a_draft_that_ends_at_once_keeps_its_state(draft: Engine) -> None:
     """The rows after the prompt have no room in its tail, so that longer drafts would begin another one."""
     forget_all(draft, 2)
@@ -115,3 +102,12 @@ def test_a_draft_that_ends_at_once_keeps_its_state(draft: Engine) -> None:
     assert (len(proposal.draft_token_ids), proposal.num_cached_tokens) == (1, 60)
     proposal = rounds.propose(ProposeItem(1, 60, (7,), **fields))
     assert proposal.draft_token_ids == rounds.fresh([*tokens, 7], **fields).draft_token_ids
+
+
+def test_drafts_are_no_longer_than_a_tail(draft: Engine) -> None:
+    forget_all(draft, 2)
+    rounds, prompt = Rounds(draft, random.Random(0)), random_tokens(35)
+    long = rounds.fresh(prompt, num_draft_tokens=100).draft_token_ids
+    assert len(long) == draft.max_draft_tokens
+    for count in (1, 20, len(long) - 1):
+        assert rounds.fresh([*prompt, *long[:count]], num_draft_tokens=1).draft_token_ids == long[count : count + 1]

@@ -49,6 +49,31 @@ _TYPES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Features by model type, where the configuration has no key for them."""
+_DELTA_NET: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"hidden_act": ("silu",), "attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
+)
+_SIGMOID_ROUTER: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+)
+_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
+    {
+        **dict.fromkeys(DELTA_NETS, _DELTA_NET),
+        "qwen3_5_moe_text": MappingProxyType({**_DELTA_NET, "norm_topk_prob": (True,)}),
+        **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _SIGMOID_ROUTER),
+        "deepseek_v2": MappingProxyType(
+            {
+                "scoring_func": ("softmax",),
+                "topk_method": ("greedy", "group_limited_greedy"),
+                "norm_topk_prob": (False,),
+            }
+        ),
+        **dict.fromkeys(SHORT_CONVS, MappingProxyType({"use_pos_enc": (True,), "block_use_swiglu": (True,)})),
+        KIMI_LINEAR: MappingProxyType(
+            {"mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,)}
+        ),
+    }
+)
+"""The supported values of keys, by family. transformers ignores other values of most of them."""
 
 
 def why_not_supported(read: Callable[[str], object]) -> str | None:
@@ -70,6 +95,10 @@ def why_not_supported(read: Callable[[str], object]) -> str | None:
     names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     if names and not any(name.endswith(LANGUAGE_MODELS) for name in names):
         return f"{model} has no causal language-model head (architectures: {', '.join(names)}); {MODELS_PAGE}"
+    for key, values in _VALUES.get(str(model_type), {}).items():
+        if (value := read(key)) is not None and value not in values:
+            supported = " or ".join(map(repr, values))
+            return f"{model} is not supported, because its {key} is {value!r}, not {supported}; {MODELS_PAGE}"
     return None
 
 

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from specpool.engine.config.options import INT8, MTP, Activations, EngineOptions, check_int8
+from specpool.engine.config.options import INT8, MTP, MTP_NEEDS_FUSED, Activations, EngineOptions, check_int8
 
 ENGINE: dict[str, Any] = EngineOptions.model_fields
 RANKS = {"tensor_parallel", "tensor_parallel_sums", "nnodes", "node_rank", "master_addr", "master_port"}
@@ -25,7 +25,9 @@ class TargetOptions(EngineOptions):
     draft_revision: str | None = ENGINE["revision"]
     draft_activations: Activations = ENGINE["activations"]
     draft_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of the carried draft; default: as many positions as the target's cache"
+        None,
+        description="size of the carried draft's KV cache and recurrent states; default: as many positions as "
+        "the target's cache",
     )
 
     @property
@@ -54,7 +56,9 @@ class TargetOptions(EngineOptions):
         if given and self.draft is None and self.node_rank == 0:  # nodes may share their other settings
             raise ValueError(f"{given[0]} needs --draft")
         if self.draft == MTP and self.draft_revision is not None:
-            raise ValueError("draft_revision: the MTP layer is in the target's checkpoint")
+            raise ValueError("draft_revision: draft mtp is in the target's checkpoint; set revision")
+        if self.draft == MTP and not self.fused:
+            raise ValueError(MTP_NEEDS_FUSED)
         if self.draft is not None and self.node_rank > 0:
             raise ValueError(f"--draft must be given to node 0 only, and this is node {self.node_rank}")
         if self.draft_activations == INT8:

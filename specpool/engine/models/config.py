@@ -27,6 +27,7 @@ from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
 from specpool.engine.models.vision_language import WRAPPER, text_part
 from specpool.engine.passes.dry_run import unsupported_attention
 from specpool.engine.passes.families import (
+    LATENT,
     MIXTURES,
     WINDOWED,
     expert_count,
@@ -172,9 +173,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
         return unsupported(model_type, "no attention")
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
-    needed = why_not_fusable(config) or (None if options.fused else "--fused is off")
-    if model_type in RECURRENT_LAYERS and needed is not None:
-        return f"this {model_type} model needs the fused pass: {needed}; {MODELS_PAGE}"
+    obstacle = why_not_fusable(config) or (None if options.fused else "--fused is off")
+    if model_type in RECURRENT_LAYERS and obstacle is not None:
+        return f"this {model_type} model runs only in the fused pass, but {obstacle}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
     ignores_window = window_of(config) is not None and model_type not in WINDOWED
     is_tried = (ignores_window or why_not_shardable(config) is not None) and options.target_model is None
@@ -190,12 +191,21 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     types: list[str] = getattr(config, "layer_types", None) or []
     if window is None and config.model_type in WINDOWED and "sliding_attention" in types:
         return "sliding_attention layers, but no sliding_window"
+    if config.model_type in RECURRENT_LAYERS and not types:
+        return "no layer_types, so its kinds of layers are unknown"
     experts = expert_count(config)
     if experts == 0 and config.model_type in MIXTURES - {"qwen3_next"}:  # all of its layers may be dense
         return "0 experts; it must have at least 1"
+    if experts and chosen is None and config.model_type in MIXTURES:
+        return "no num_experts_per_tok"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
-    return _invalid_groups(experts, chosen, getattr(config, "n_group", None), getattr(config, "topk_group", None))
+    groups, top_groups = getattr(config, "n_group", None), getattr(config, "topk_group", None)
+    if config.model_type in LATENT and getattr(config, "topk_method", None) != "greedy" and experts:
+        missing = [name for name, value in (("n_group", groups), ("topk_group", top_groups)) if value is None]
+        if missing:
+            return f"no {missing[0]}, which its choice of experts needs"
+    return _invalid_groups(experts, chosen, groups, top_groups)
 
 
 def _invalid_groups(experts: int, chosen: object, groups: object, top_groups: object) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from specpool.engine.config.sources import UnsupportedModelError
 
@@ -18,8 +18,9 @@ LIMITS: Mapping[str, int] = MappingProxyType(
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "head_dim"), MAX_HEADS),
         **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
         **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), MAX_HEADS),
-        **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache"), MAX_TAPS),
-        **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_HIDDEN),
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_HEADS),
+        **dict.fromkeys(("linear_conv_kernel_dim", "short_conv_kernel_size", "conv_L_cache"), MAX_TAPS),
+        **dict.fromkeys(("hidden_size", "n_embd", "d_model", "kv_lora_rank", "q_lora_rank"), MAX_HIDDEN),
         **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), MAX_ROWS),
         **dict.fromkeys(("shared_expert_intermediate_size", "block_multiple_of"), MAX_ROWS),
         **dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS),
@@ -45,13 +46,24 @@ GGUF_LIMITS: Mapping[str, int] = MappingProxyType(
 
 
 class _Rope(BaseModel, strict=True):
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = Field(None, ge=0, allow_inf_nan=False)
+    beta_slow: float | None = Field(None, ge=0, allow_inf_nan=False)
+    factor: float | None = Field(None, gt=0, allow_inf_nan=False)
+    mscale: float | None = Field(None, ge=0, allow_inf_nan=False)
+    mscale_all_dim: float | None = Field(None, ge=0, allow_inf_nan=False)
+    original_max_position_embeddings: int | None = Field(None, ge=1)
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     rope_theta: float | None = Field(None, gt=0, allow_inf_nan=False)
     rope_type: str | None = None
     full_attention: "_Rope | None" = None  # by layer type
     sliding_attention: "_Rope | None" = None
+
+
+class _LinearAttention(BaseModel, strict=True):
+    """Of Kimi Linear, which counts layers from 1."""
+
+    full_attn_layers: list[PositiveInt] | None = None
+    kda_layers: list[PositiveInt] | None = None
 
 
 class _Types(BaseModel, from_attributes=True, strict=True):
@@ -68,11 +80,13 @@ class _Types(BaseModel, from_attributes=True, strict=True):
     layer_types: list[str] | None = None
     mlp_only_layers: list[int] | None = None
     model_type: str | None = None
+    mtp_num_hidden_layers: int | None = Field(None, ge=0)
     norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     n_routed_experts: int | None = Field(None, ge=0)
     n_shared_experts: int | None = Field(None, ge=0)
     num_experts: int | None = Field(None, ge=0)
     num_local_experts: int | None = Field(None, ge=0)
+    num_nextn_predict_layers: int | None = Field(None, ge=0)
     query_pre_attn_scalar: float | None = Field(None, gt=0)
     rms_norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     rope_parameters: _Rope | None = None
@@ -85,6 +99,7 @@ class _JsonTypes(_Types):
     """Further types in config.json, which transformers converts."""
 
     dtype: str | None = None
+    linear_attn_config: _LinearAttention = _LinearAttention()
     quantization_config: dict[str, Any] | None = None
     rope_scaling: _Rope | None = None
     torch_dtype: str | None = None

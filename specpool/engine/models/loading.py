@@ -110,7 +110,7 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
     if config.model_type in MIXTURES:
         raise Int8RefusedError("a dense model, because experts keep float32 activations")
     if config.model_type in LATENT:
-        raise Int8RefusedError("a model without latent attention, which keeps float32 activations")
+        raise Int8RefusedError("a model without latent attention, which needs float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:
@@ -173,8 +173,7 @@ def _load_head(
     assert options.target_model is not None
     target = options.mtp_target
     if options.tensor_parallel > 1 or not options.fused:
-        kind = "EAGLE heads" if target is None else "MTP layers"
-        raise UnsupportedModelError(f"{kind} need the fused pass, on one rank")
+        raise UnsupportedModelError("EAGLE heads need the fused pass, on one rank")
     tokenizer = load_tokenizer(options.target_model, None if target is None else target.revision)
     if target is not None:
         download_weights(target, report)

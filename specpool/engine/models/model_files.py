@@ -1,6 +1,9 @@
 """Reads and checks a model's files within limits, before other libraries read them. Imports no torch."""
 
 import json
+import struct
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from specpool.engine.models.vision_language import text_part
 
 MAX_CONFIG_BYTES, MAX_FILE_BYTES = 2**22, 2**26
 """Maximum size of config.json, and of any other file that is read into memory, such as tokenizer.json."""
+MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
+"""Maximum size of the header of a safetensors file, and of the index of several."""
 SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Suffixes of files that are read into memory."""
 MAX_NESTED = 32
@@ -44,6 +49,20 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
     from specpool.engine.config.hub import cached_file
 
     return cached_file(model, revision, name)
+
+
+def stored_names(model: str, revision: str | None) -> Collection[str] | None:
+    """Return the names of the weights of a local or cached model; None if its files are missing or unreadable."""
+    with suppress(OSError, ValueError, struct.error, RecursionError, UnsupportedModelError):
+        if (single := find_file(model, revision, "model.safetensors")) is not None:
+            with single.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
+            return header if isinstance(header, dict) else None
+        if (index := find_file(model, revision, "model.safetensors.index.json")) is not None:
+            names = read_json(index, MAX_INDEX_BYTES).get("weight_map")
+            return names if isinstance(names, dict) else None
+    return None
 
 
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:

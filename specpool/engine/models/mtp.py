@@ -16,7 +16,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.checkpoint_quantization import format_of
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_parts import FeatureHead, Features, shaped, state_norm_of
-from specpool.engine.models.mtp_format import EMBEDDING_NORM, FC, STATE_NORM, mtp_layout
+from specpool.engine.models.mtp_format import EMBEDDING_NORM, FC, STATE_NORM, mtp_layout, no_mtp_weights
 from specpool.engine.models.packed_weights import PackedWeight, packed_weights
 from specpool.engine.models.stored_weights import EMBEDDING, HEAD
 from specpool.engine.models.vision_language import text_name
@@ -66,7 +66,7 @@ class _Builder:
             if (own := self.layout.own_name(name)) is not None:
                 self.weights[own] = _checked(name, weight)
         if not self.weights:
-            raise UnsupportedModelError(f"{target.model} has no MTP layer: no weights begin with {self.layout.prefix}")
+            raise UnsupportedModelError(no_mtp_weights(target.model, self.layout.prefix))
 
     def build(self, dtype: torch.dtype, device: torch.device) -> FeatureHead:
         fc = self._take(FC, self.hidden, 2 * self.hidden)
@@ -129,5 +129,5 @@ class _Builder:
 def _checked(name: str, weight: Any) -> Any:
     """Return a stored weight, which must be dequantized when it is read or be a float. UnsupportedModelError."""
     if not isinstance(weight, PackedWeight) and (stored := weight.get_dtype()) not in FLOATS:
-        raise UnsupportedModelError(f"{name} has the type {stored}, not a float, and the configuration names no format")
+        raise UnsupportedModelError(f"{name} is stored as {stored}, but config.json names no quantization format")
     return weight

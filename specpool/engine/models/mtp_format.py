@@ -78,6 +78,11 @@ def mtp_layout(model_type: str, num_layers: int) -> MtpLayout:
     return MtpLayout(layout.prefix.format(num_hidden_layers=num_layers), layout.replacements)
 
 
+def no_mtp_weights(model: str, prefix: str) -> str:
+    """Return the error message for a target whose files lack the layer."""
+    return f"{model} has no MTP layer: no weights begin with {prefix}; quantized copies often leave it out"
+
+
 def why_no_mtp(read: Callable[[str], object]) -> str | None:
     """Return why a target with this configuration has no MTP layer that can draft; None if it may have one.
 

@@ -16,9 +16,15 @@ from specpool.engine.config.options import MIN_MODEL_LEN, MTP, EngineOptions
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
-from specpool.engine.models.model_files import MAX_CONFIG_BYTES, find_file, read_config_file, read_json
-from specpool.engine.models.mtp_format import MTP_FILES, why_no_mtp
-from specpool.engine.models.vision_language import text_part
+from specpool.engine.models.model_files import (
+    MAX_CONFIG_BYTES,
+    find_file,
+    read_config_file,
+    read_json,
+    stored_names,
+)
+from specpool.engine.models.mtp_format import MTP_FILES, mtp_layout, no_mtp_weights, why_no_mtp
+from specpool.engine.models.vision_language import text_name, text_part
 from specpool.protocol.worker_info import TRANSLATE, WorkerInfo, why_not_a_pair
 
 TOKENIZER = "tokenizer.json"
@@ -131,6 +137,8 @@ def _read_config(options: EngineOptions) -> dict[str, Any] | None:
     """Return the configuration of a language model; None if it is not in a file of its own."""
     if options.mtp_target is not None:
         return _mtp_config(options.mtp_target)
+    if options.model != MTP and options.model.lower() == MTP and not Path(options.model).exists():
+        raise UnsupportedModelError(f'{options.model}: the MTP layer of a target is called "{MTP}"')
     model = existing_model(options.model)
     if model is None:
         draft_weights()  # from which the pair will be created
@@ -156,6 +164,10 @@ def _mtp_config(target: EngineOptions) -> dict[str, Any]:
         raise UnsupportedModelError(f"mtp: {target.model} is a GGUF file; {MTP_FILES}")
     if (reason := why_no_mtp(config.get)) is not None:
         raise UnsupportedModelError(f"mtp: {reason}")
+    layers, names = _size(config, "num_hidden_layers"), stored_names(target.model, target.revision)
+    prefix = mtp_layout(config["model_type"], layers).prefix
+    if layers and names is not None and not any(text_name(name).startswith(prefix) for name in names):
+        raise UnsupportedModelError(f"mtp: {no_mtp_weights(target.model, prefix)}")
     return {**config, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 

@@ -15,11 +15,10 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, gguf_file_of
 from specpool.engine.models.checkpoint_quantization import format_of
 from specpool.engine.models.gguf_reader import GgufFile
-from specpool.engine.models.model_files import find_file, read_json
+from specpool.engine.models.model_files import MAX_HEADER_BYTES, MAX_INDEX_BYTES, find_file, read_json
 from specpool.engine.models.packed_weights import packed_weights
 from specpool.engine.models.vision_language import text_name
 
-MAX_HEADER_BYTES, MAX_INDEX_BYTES = 2**24, 2**25
 MAX_MISSING = 2
 """Maximum ratio of configured weights to stored ones. Loading names the missing ones, but allocates them first."""
 

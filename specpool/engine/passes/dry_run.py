@@ -1,5 +1,6 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
@@ -19,6 +20,10 @@ DRY_RUN = "specpool_dry_run"
 MAX_LAYERS = 256
 TOKENS = 8
 FOREIGN = "attention outside transformers' attention interface"
+
+
+# It recommends kernels for transformers' recurrent layers, which run only in checks.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 class UnsupportedAttentionError(Exception):

@@ -31,12 +31,6 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"silu": SILU, "gelu_py
 """Activations of the fused pass, by their name in transformers."""
 
 
-_DELTA_NET_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {"hidden_act": ("silu",), "attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
-)
-"""Values that the fused pass supports in `DELTA_NETS`, by key. transformers ignores some of the keys."""
-
-
 def window_of(config: PreTrainedConfig) -> int | None:
     """Return the sliding window in positions, including the row's own; None if no layer has one."""
     types = getattr(config, "layer_types", None)
@@ -148,9 +142,6 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
     """Return why `FusedModel` cannot run this configuration; None if it can."""
     if (reason := _not_among(FAMILIES, config)) is not None:
         return reason
-    for key, values in _DELTA_NET_VALUES.items() if config.model_type in DELTA_NETS else ():
-        if (value := getattr(config, key, None)) is not None and value not in values:
-            return f"its {key} is {value!r}"
     if activation_of(config) is None:
         return f"its activation is {_activation_name(config)}, not {' or '.join(ACTIVATIONS)}"
     if config.model_type == KIMI_LINEAR:  # without rotary embeddings

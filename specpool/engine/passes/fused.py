@@ -121,7 +121,7 @@ class FusedModel(ForwardPass):
         if any(isinstance(layer, FusedShortConv) for layer in layers):
             return "short convolutions"
         if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
-            return "delta nets with a decay for each feature"
+            return "Kimi Delta Attention"
         return None
 
     def dequantize(self) -> None:

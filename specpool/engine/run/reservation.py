@@ -154,8 +154,9 @@ def reserve_cache(
             facts.latent_rank,
         )
     except (RuntimeError, MemoryError) as error:
+        states = f" and recurrent states of {readable(footprint.states)}" if footprint.states else ""
         raise UnsupportedModelError(
-            f"a KV cache of {readable(footprint.kv + footprint.states)} cannot be allocated: {first_line(error)}"
+            f"a KV cache of {readable(footprint.kv)}{states} cannot be allocated: {first_line(error)}"
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
@@ -183,10 +184,10 @@ def _affordable_columns(
     columns = min(full, limit.positions(per_token) // page_size * page_size)
     if columns < longest:
         needed = longest * (limit.position_bytes or per_token)
-        flags = "--max-sequences, --max-model-len" if limit.states else "--max-model-len"
+        flags = "--max-sequences or --max-model-len" if limit.states else "--max-model-len"
         raise SmallCacheError(
             f"{limit} is too small for a sequence of {longest} positions ({readable(needed)}): "
-            f"lower {flags} or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
+            f"lower {flags}, or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
             limit.least(needed),
         )
     if columns < enough:

@@ -167,6 +167,7 @@ def test_no_writer_for_a_gpu_with_other_layers(tmp_path: Path) -> None:
         (["--layers", "a,b"], "layers"),
         (["--epochs", "0"], "epochs: 0 only rounds a draft, but draft/draft.safetensors does not exist; give"),
         (["--layers", "0,99"], "layers: 99 is not below 3"),
+        (["--target", "mtp"], "target: mtp is a draft"),
         (["--held-out", "64", "--dialogues", "64"], "held-out: 64 is not below"),
         (["--epochs", "inf"], "epochs"),
         (["--peak-rate", "inf"], "peak-rate"),

@@ -199,6 +199,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*PAIR, "--batches", "0,x"], "batches.1: Input should be a valid integer"),
         ([*PAIR[:2], "--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
         (PAIR[:2], "draft: required with a target"),
+        (["--target", "mtp", "--draft", "mtp"], "target: mtp is a draft"),
         ([*PAIR, "--prompts", "/nowhere"], "prompts: /nowhere: No such file or directory"),
         ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
         ([*PAIR, "--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),

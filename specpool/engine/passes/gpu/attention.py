@@ -179,10 +179,10 @@ def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
 
 def _resources(query: torch.Tensor, width: int, kind: AttentionKind, groups: int, is_latent: bool) -> dict[str, int]:
     """Return the size of tiles, and the warps and pipeline stages of a program. `groups`: its query heads."""
-    dtype, wide = query.dtype, is_wide(query.dtype)
+    dtype = query.dtype
     if is_latent:
-        block, warps, stages = (16, 16, 1) if wide else (32, 8, 3)
-        return {"HEIGHT": LATENT_HEIGHT, "BLOCK": block, "num_warps": warps, "num_stages": stages}
+        warps, stages = (16, 1) if is_wide(dtype) else (8, 3)
+        return {"HEIGHT": LATENT_HEIGHT, "BLOCK": BLOCK // 2, "num_warps": warps, "num_stages": stages}
     warps = _warps(dtype, query.shape[2], architecture(query.device), kind)
     return {"HEIGHT": tile_height(dtype, groups), "BLOCK": _block(dtype, width, kind), "num_warps": warps,
             "num_stages": _stages(dtype, width)}  # fmt: skip

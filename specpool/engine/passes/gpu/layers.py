@@ -139,7 +139,8 @@ class GpuLatentAttention(nn.Module):
         """Bytes of the queries, before and after absorption, and of the attended vectors of a pass."""
         ups, itemsize = (self.key_up, self.value_up), self.key_up.weight.element_size()
         features = 2 * self.head_dim + sum(up.in_features + up.out_features for up in ups)
-        return rows * self.key_up.heads * features * itemsize
+        count: int = rows * self.key_up.heads * features * itemsize
+        return count
 
 
 class GpuDeltaNet(nn.Module):

@@ -91,7 +91,7 @@ def shape_problem(fused: FusedModel) -> str | None:
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
     if any(isinstance(layer, FusedKimiDeltaNet) for layer in fused.layers):
-        return "cannot run delta nets with a decay for each feature"
+        return "cannot run Kimi Delta Attention"
     layers = list(attention_layers(fused))
     if not layers:
         return "needs at least one layer that attends"

@@ -1,5 +1,7 @@
 """Unsupported models are refused by their configuration, before any weight is read."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,22 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["conv"] * 48}, "conv layers"),
         ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 48}, "without attention"),
         ("qwen3_next", "Qwen3NextForCausalLM", {"num_experts_per_tok": 513}, "num_experts_per_tok 513"),
-        ("qwen3_5_text", "Qwen3_5ForCausalLM", {"attn_output_gate": False}, "its attn_output_gate is False"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", {"attn_output_gate": False}, "its attn_output_gate is False, not True"),
         ("qwen3_5_text", "Qwen3_5ForCausalLM", {"output_gate_type": "sigmoid"}, "its output_gate_type is 'sigmoid'"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}, "its norm_topk_prob is False"),
+        ("deepseek_v2", "DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "its norm_topk_prob is True"),
+        ("deepseek_v2", "DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "its topk_method is 'noaux_tc', not"),
+        ("deepseek_v2", "DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "no num_experts_per_tok"),
+        (
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2},
+            "no n_group, which its choice of experts needs",
+        ),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "its scoring_func is 'softmax', not"),
+        ("lfm2", "Lfm2ForCausalLM", {"use_pos_enc": False}, "its use_pos_enc is False"),
+        ("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": None}, "no layer_types"),
+        ("kimi_linear", "KimiLinearForCausalLM", {"mla_use_nope": False}, "its mla_use_nope is False"),
         ("qwen3_5_text", "Qwen3_5ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}, "its hidden_act is"),
         ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {"num_experts": 0}, "0 experts; it must have at least 1"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
@@ -106,9 +122,19 @@ def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> 
 def test_recurrent_layers_need_the_fused_pass_on_one_rank(tmp_path: Path) -> None:
     config = small_config("qwen3_5_text", **DELTA_NET_SIZES)
     folder = save_config(tmp_path, config, architectures=["Qwen3_5ForCausalLM"])
-    assert "this qwen3_5_text model needs the fused pass: --fused is off" in refusal(folder, fused=False)
+    assert "this qwen3_5_text model runs only in the fused pass, but --fused is off" in refusal(folder, fused=False)
     sharded = refusal(folder, device="cpu", tensor_parallel=2)
     assert "cannot be sharded: qwen3_5_text is not one of the families" in sharded
+
+
+def test_no_kernels_are_recommended_that_would_not_run(tmp_path: Path) -> None:
+    """transformers recommends some, once per process, when its recurrent layers run in a check."""
+    folder = save_config(
+        tmp_path, small_config("qwen3_5_text", **DELTA_NET_SIZES), architectures=["Qwen3_5ForCausalLM"]
+    )
+    command = "import sys; from specpool.engine.models.config import *; load_config(EngineOptions(model=sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", command, folder], capture_output=True, text=True, check=True)
+    assert "install" not in done.stderr
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}'])

@@ -59,6 +59,8 @@ def refusals(folder: Path) -> list[str]:
         ("linear_value_head_dim", 2**20, "65,536"),
         ("linear_conv_kernel_dim", 65, "64"),
         ("conv_L_cache", 65, "64"),
+        ("kv_lora_rank", 0, "1,048,576"),
+        ("v_head_dim", -1, "65,536"),
         ("block_multiple_of", 0, "16,777,216"),
     ],
 )
@@ -83,6 +85,22 @@ def test_heads_are_a_multiple_of_kv_heads(folder: Path) -> None:
     edit_json(folder, num_attention_heads=8, linear_num_value_heads=6, linear_num_key_heads=4)
     for message in refusals(folder):
         assert message.endswith("linear_num_value_heads is 6, not a multiple of linear_num_key_heads 4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "rope_scaling.factor is 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": "1"}}, "rope_scaling.mscale is '1'"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ({"linear_attn_config": None}, "linear_attn_config is None"),
+        ({"linear_attn_config": {"full_attn_layers": [0]}}, "linear_attn_config.full_attn_layers.0 is 0"),
+    ],
+)
+def test_values_have_their_type_and_range(folder: Path, changes: dict[str, Any], reason: str) -> None:
+    edit_json(folder, **changes)
+    for message in refusals(folder):
+        assert message.startswith(f"{folder / 'config.json'}: {reason}: Input should be ")
 
 
 def test_defaults_of_an_architecture_are_checked(folder: Path) -> None:

@@ -19,12 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.draft_parts import Features
+from specpool.engine.models.preflight import InvalidOptionError, check_target
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
+from target_worker.loading import load_pair
 
 LENGTH, HIDDEN, K = 20, 64, 4
 
@@ -151,10 +154,13 @@ def test_experts_may_be_stored_together(tmp_path: Path) -> None:
         ({"shared_head.norm.weight": None}, "lack 1 of the model's weights: model.layers.2.shared_head.norm.weight"),
         ({"mlp.gate.weight": torch.ones(4, 3)}, "model.layers.2.mlp.gate.weight (of shape [4, 64], not [4, 3])"),
         ({"extra.weight": torch.ones(3)}, "that the configured model does not use: model.layers.2.extra.weight"),
-        ({"eh_proj.weight": torch.ones(64, 128).char()}, "model.layers.2.eh_proj.weight has the type I8, not a float"),
+        (
+            {"eh_proj.weight": torch.ones(64, 128).char()},
+            "model.layers.2.eh_proj.weight is stored as I8, but config.json names no",
+        ),
         (
             {"self_attn.q_proj.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)},
-            "model.layers.2.self_attn.q_proj.weight has the type F8_E4M3, not a float",
+            "model.layers.2.self_attn.q_proj.weight is stored as F8_E4M3, but config.json names no",
         ),
     ],
 )
@@ -184,13 +190,32 @@ def test_targets_without_a_layer_are_refused(tmp_path: Path, family: str, change
 
 
 def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
-    assert "MTP layers need the fused pass, on one rank" in mtp_refusal(glm, fused=False)
     for options, reason in (
-        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel: mtp runs on one rank"),
-        ({}, "model mtp is the MTP layer of a target: set target_model"),
+        ({"target_model": str(glm), "fused": False}, "fused: mtp needs the fused pass"),
+        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel must be 1 with model mtp"),
+        ({}, "model mtp needs target_model, the model that has the MTP layer"),
     ):
         with pytest.raises(ValidationError, match=reason):
             EngineOptions.model_validate({"model": "mtp", **options})
+    with pytest.raises(ValidationError, match="fused: mtp needs the fused pass"):
+        TargetOptions(model=str(glm), draft="mtp", fused=False)
+
+
+def test_checkpoints_without_the_layer_are_refused_before_loading(glm: Path) -> None:
+    check_target(TargetOptions(model=str(glm), draft="mtp"))
+    with edited_weights(glm) as weights:
+        for name in [name for name in weights if name.startswith("model.layers.2.")]:
+            del weights[name]
+    reason = "^draft: mtp: .* has no MTP layer: no weights begin with model.layers.2."
+    with pytest.raises(InvalidOptionError, match=reason):
+        check_target(TargetOptions(model=str(glm), draft="mtp"))
+    with pytest.raises(InvalidOptionError, match=reason):
+        load_pair(TargetOptions(model=str(glm), draft="mtp"), False, lambda phase: None)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-1.safetensors"}}
+    (glm / "model.safetensors").rename(glm / "model-1.safetensors")
+    (glm / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidOptionError, match=reason):
+        check_target(TargetOptions(model=str(glm), draft="mtp"))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])

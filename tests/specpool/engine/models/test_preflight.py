@@ -137,6 +137,7 @@ def test_mtp_layers_are_checked_in_the_configuration_of_the_target(tmp_path: Pat
     check_target(TargetOptions(model=glm, draft="mtp"))
     with pytest.raises(InvalidOptionError, match=r"^model: mtp is a draft that reads hidden states, not a target"):
         check_target(TargetOptions(model="mtp", target_model=glm))
+    assert refusal("MTP", target_model=glm) == 'model: MTP: the MTP layer of a target is called "mtp"'
     (tmp_path / "glm.gguf").write_bytes(b"GGUF and more")
     llama = model_folder(tmp_path / "llama")
     empty = model_folder(tmp_path / "empty", model_type="qwen3_next", mtp_num_hidden_layers=0)

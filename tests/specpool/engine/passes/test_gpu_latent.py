@@ -55,6 +55,7 @@ def test_attention_is_batch_invariant(
     """With several rows to a tile, and with two blocks of heads, of which the last has fewer."""
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "SPLIT", SPLIT)
+    monkeypatch.setattr(attention, "BLOCK", SPLIT)
     pages = -(-LENGTH // PAGE)
     arena = KVArena(
         1, 1, SLOTS * pages * PAGE, RANK + ROTARY, dtype, CPU, (SLOTS, pages), PAGE, latent_rank=RANK
@@ -144,7 +145,7 @@ def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("heads", [3, 17])
 def test_the_self_test_probes_latent_attention(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, smaller in (("SPLIT", 32), ("BUSY_PROGRAMS", 2)):
+    for name, smaller in (("SPLIT", 32), ("BLOCK", 32), ("BUSY_PROGRAMS", 2)):
         monkeypatch.setattr(attention, name, smaller)
     monkeypatch.setattr(kernels, "POSITIONS", (30,))
     arena = KVArena(1, 1, 16, 26, torch.float32, CPU, tables=(1, 1), page_size=16, latent_rank=20)
