@@ -97,11 +97,11 @@ class FusedModel(ForwardPass):
         recurrent = sum(isinstance(each, RecurrentLayer) for each in self.layers)
         if hasattr(layer, "linear_attn"):
             net = FusedKimiDeltaNet if config.model_type == KIMI_LINEAR else FusedDeltaNet
-            return net(layer, index, recurrent, config, self.group)
+            return net(layer, recurrent, config, self.group)
         if hasattr(layer, "conv"):
-            return FusedShortConv(layer, index, recurrent, config, self.group)
+            return FusedShortConv(layer, recurrent, config, self.group)
         if config.model_type in LATENT:
-            return FusedLatentLayer(layer, index, index - recurrent, config, order, self.group)
+            return FusedLatentLayer(layer, index - recurrent, config, order, self.group)
         kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
         return kind(layer, index, index - recurrent, config, order, self.group)
 

@@ -65,10 +65,10 @@ class DeltaNet(RecurrentLayer):
 class FusedDeltaNet(DeltaNet):
     """A delta net of Qwen3-Next or Qwen3.5, with one decay for each value head."""
 
-    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena."""
         net = layer.linear_attn
-        super().__init__(layer, index, recurrent_index, net.conv1d, config, group)
+        super().__init__(layer, recurrent_index, net.conv1d, config, group)
         self.key_heads, self.value_heads = net.num_k_heads, net.num_v_heads
         self.key_size, self.value_size = net.head_k_dim, net.head_v_dim
         self.inputs = _joined_inputs(net)

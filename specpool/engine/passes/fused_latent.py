@@ -26,11 +26,9 @@ QUERY_COPIES = 4
 class FusedLatentLayer(DecoderLayer):
     """A decoder layer that caches one head: a key [rank + rotary], whose first `rank` features are also its value."""
 
-    def __init__(
-        self, layer: Any, index: int, cache_index: int, config: Any, order: torch.Tensor, group: SingleRank
-    ) -> None:
+    def __init__(self, layer: Any, cache_index: int, config: Any, order: torch.Tensor, group: SingleRank) -> None:
         """`cache_index`: index of the layer in the KV arena. `order`: order of the rotary features."""
-        super().__init__(layer, index, config, group)
+        super().__init__(layer, config, group)
         source = layer.self_attn
         self.cache_index, self.rotary, self.scaling = cache_index, 0, source.scaling
         self.attention = FULL_ATTENTION

@@ -27,11 +27,9 @@ class RecurrentLayer(DecoderLayer):
     out: Linear
     """The last linear layer."""
 
-    def __init__(
-        self, layer: Any, index: int, recurrent_index: int, convolution: Any, config: Any, group: SingleRank
-    ) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, convolution: Any, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena. `convolution`: its module in transformers."""
-        super().__init__(layer, index, config, group)
+        super().__init__(layer, config, group)
         self.recurrent_index = recurrent_index
         self.taps: torch.Tensor = convolution.weight.detach()[:, 0].T.float().contiguous()
         """Weights of the convolution, [taps, features], oldest position first."""
