@@ -193,7 +193,7 @@ def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
             EngineOptions.model_validate({"model": "mtp", **options})
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "qwen3_5_text"])
 def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
     assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
@@ -221,7 +221,7 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # experts compute nothing for padding, and leave memory as it was
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "qwen3_5_text"])
 def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, own states and draft tokens are those of the fused pass."""
     pytest.importorskip("triton")
