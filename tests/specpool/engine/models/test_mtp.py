@@ -215,7 +215,9 @@ def test_checkpoints_without_the_layer_are_refused_before_loading(glm: Path) -> 
         check_target(TargetOptions(model=str(glm), draft="mtp"))
 
 
-@pytest.mark.parametrize("family", [pytest.param("glm4_moe", marks=pytest.mark.slow), "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
     assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
@@ -243,6 +245,8 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # experts compute nothing for padding, and leave memory as it was
-@pytest.mark.parametrize("family", [pytest.param("glm4_moe", marks=pytest.mark.slow), "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernels(monkeypatch, Path("mtp"), save_mtp_target(tmp_path, family))
