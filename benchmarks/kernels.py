@@ -30,7 +30,7 @@ from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, LATENT_SHAPES, MIXTURE
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
-from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
+from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import DELTA_NETS, FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
@@ -39,7 +39,6 @@ from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
-from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows

@@ -24,7 +24,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 class Rounds:
-    """Rounds of a sequence. Another one reads all tokens at once."""
+    """Rounds of a sequence. A second sequence reads all tokens at once."""
 
     def __init__(self, engine: Engine, chance: random.Random) -> None:
         self.proposer, self.chance = Proposer(engine), chance
@@ -62,7 +62,7 @@ class Rounds:
         assert proposal.branches == self.fresh((*self.tokens, *unverified), **branching).branches
 
     def gain(self, accepted: Sequence[int]) -> None:
-        """Commit accepted tokens, and another one."""
+        """Commit accepted tokens and one more."""
         self.cached = min(self.cached, len(self.tokens) + len(accepted))
         self.tokens += [*accepted, self.chance.randrange(200)]
 

@@ -25,7 +25,7 @@ Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Answers(list[Answer]):
-    def __repr__(self) -> str:  # of failing examples
+    def __repr__(self) -> str:  # in reports of failing examples
         return "..."
 
 

@@ -59,7 +59,7 @@ class KVLimit:
     beside: Footprint | None = None
     """Memory of another model in this process, which counts against the limit; None: there is none."""
     states: int = 0
-    """Bytes of recurrent states that count against the limit, perhaps of both models."""
+    """Bytes of recurrent states, of one or both models, that count against the limit."""
     position_bytes: int | None = None
     """Bytes of a position that count against the limit, perhaps in both caches; None: those of this cache."""
     max_model_len: int | None = None

@@ -41,7 +41,7 @@ UNSTATED_MAX_MODEL_LEN = 4096
 ONE_LAYER: Mapping[str, object] = MappingProxyType(
     {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
 )
-"""Values by which a configuration's only layer is like an MTP layer."""
+"""Values that make the only layer of a configuration like an MTP layer."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 
 

@@ -85,7 +85,7 @@ class PassRunner:
         return [self._checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
 
     def plan_drafts(self, drafts: Sequence[Draft]) -> None:
-        """Plan the recurrence of the rows that a draft loop may run after the spans of these drafts."""
+        """Plan the recurrence of the rows that a draft loop may run after each draft's span."""
         if self._checkpoints is None:
             return
         for draft in drafts:

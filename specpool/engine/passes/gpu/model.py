@@ -90,7 +90,7 @@ class GpuModel(ForwardPass):
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.latent_rank = fused.latent_rank
-        """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
+        """Leading features of a cached key that are also its value, in latent attention; None: values are separate."""
         self._value_dim, is_latent = fused.latent_rank or self.head_dim, fused.latent_rank is not None
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads, is_latent)
         self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
@@ -171,7 +171,7 @@ class GpuModel(ForwardPass):
 
     def padded_shape(self, needed: Shape) -> Shape:
         """Round every size up but the segments, which no kernel is compiled for."""
-        return Shape(*map(self.padded_rows, needed[:3]), needed.segments)
+        return Shape(*map(self.padded_rows, needed))._replace(segments=needed.segments)
 
     def captured_length(self, shape: Shape, length: int) -> int:
         """Maximum positions of sequences, up to `length`, in a captured pass of this shape.

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_drafts import encoded_states, random_states
-from interpreted_kernels import run_by_kernels
+from feature_drafts import check_kernels, encoded_states, random_states
 from mtp_models import FAMILIES, GLM, ReferenceMtp, save_mtp_target
 from packed_checkpoints import FORMATS
 from pydantic import ValidationError
@@ -23,9 +22,7 @@ from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.models.preflight import InvalidOptionError, check_target
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 from target_worker.loading import load_pair
 
@@ -218,7 +215,9 @@ def test_checkpoints_without_the_layer_are_refused_before_loading(glm: Path) -> 
         check_target(TargetOptions(model=str(glm), draft="mtp"))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
     assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
@@ -246,28 +245,8 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # experts compute nothing for padding, and leave memory as it was
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, own states and draft tokens are those of the fused pass."""
-    pytest.importorskip("triton")
-    target = save_mtp_target(tmp_path, family)
-    options: dict[str, Any] = {
-        "exact": False, "target_model": str(target), "max_sequences": 3, "max_model_len": 32, "native": False,
-    }  # fmt: skip
-    fused, tokens, given = (
-        load_engine(Path("mtp"), **options),
-        random_tokens(12),
-        random_states(12, HIDDEN, 0.4),
-    )
-    spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
-    item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
-    expected, own_states = fused.forward(spans), fused.own_states
-    ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
-    run_by_kernels(monkeypatch)
-    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
-    engine = load_engine(Path("mtp"), cuda_graphs=False, **options)
-    assert isinstance(engine.forward_pass, GpuModel)
-    torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(engine.own_states, own_states, atol=2e-5, rtol=1e-4)
-    ((actual,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
-    assert actual.draft_token_ids == proposal.draft_token_ids
+    check_kernels(monkeypatch, Path("mtp"), save_mtp_target(tmp_path, family))

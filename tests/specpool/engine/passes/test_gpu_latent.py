@@ -98,7 +98,7 @@ def test_a_gemm_per_head_is_batch_invariant(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "best experts rank groups",
+        pytest.param("best experts rank groups", marks=pytest.mark.slow),
         "dense, pairs half a head apart",
         pytest.param("plain queries", marks=pytest.mark.slow),
         pytest.param("scaled positions", marks=pytest.mark.slow),
