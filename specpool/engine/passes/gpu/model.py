@@ -171,7 +171,7 @@ class GpuModel(ForwardPass):
 
     def padded_shape(self, needed: Shape) -> Shape:
         """Round every size up but the segments, which no kernel is compiled for."""
-        return Shape(*map(self.padded_rows, needed[:3]), needed.segments)
+        return Shape(*map(self.padded_rows, needed))._replace(segments=needed.segments)
 
     def captured_length(self, shape: Shape, length: int) -> int:
         """Maximum positions of sequences, up to `length`, in a captured pass of this shape.
