@@ -143,7 +143,7 @@ def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch
     assert fake.replayed == replayed + 2
 
 
-@pytest.mark.parametrize("heads", [3, 17])
+@pytest.mark.parametrize("heads", [3, pytest.param(17, marks=pytest.mark.slow)])
 def test_the_self_test_probes_latent_attention(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, smaller in (("SPLIT", 32), ("BLOCK", 32), ("BUSY_PROGRAMS", 2)):
         monkeypatch.setattr(attention, name, smaller)
