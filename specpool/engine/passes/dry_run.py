@@ -1,5 +1,6 @@
 """Runs a model without weights, so that unsupported kinds of attention are refused before a download."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
@@ -19,6 +20,11 @@ DRY_RUN = "specpool_dry_run"
 MAX_LAYERS = 256
 TOKENS = 8
 FOREIGN = "attention outside transformers' attention interface"
+
+# transformers advises to install kernels for recurrent layers, which only the fused pass runs.
+logging.getLogger("transformers.integrations.hub_kernels").addFilter(
+    lambda record: "falling back to its reference" not in record.getMessage()
+)
 
 
 class UnsupportedAttentionError(Exception):

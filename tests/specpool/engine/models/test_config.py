@@ -1,5 +1,6 @@
 """Unsupported models are refused by their configuration, before any weight is read."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_pair import MAX_MODEL_LEN, tiny_config
 from transformers import AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import load_config
 from specpool.engine.models.loading import load_model
 
 
@@ -27,6 +29,25 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
     """Save a configuration without weights."""
     config.save_pretrained(folder)
     return edit_json(folder, **changes)
+
+
+def test_kernels_that_are_not_used_are_not_recommended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("transformers.integrations.hub_kernels")
+    monkeypatch.setattr(type(log), "warning_once", type(log).warning)  # it may have been given before
+    log.addHandler(caplog.handler)
+    load_config(
+        EngineOptions(
+            model=str(
+                save_config(
+                    tmp_path, small_config("qwen3_5_text", **DELTA_NET_SIZES), architectures=["Qwen3_5ForCausalLM"]
+                )
+            )
+        )
+    )
+    log.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
