@@ -223,7 +223,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.model == MTP and self.target_model is None:
+        if self.model == MTP and self.target_model in (None, MTP):
             raise ValueError("model mtp is the MTP layer of a target: set target_model")
         if self.model == MTP and self.tensor_parallel > 1:
             raise ValueError("tensor_parallel: mtp runs on one rank")

@@ -206,6 +206,7 @@ def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
         ({"target_model": str(glm), "fused": False}, "fused: mtp needs the fused pass"),
         ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel: mtp runs on one rank"),
         ({}, "model mtp is the MTP layer of a target: set target_model"),
+        ({"target_model": "mtp"}, "model mtp is the MTP layer of a target: set target_model"),
     ):
         with pytest.raises(ValidationError, match=reason):
             EngineOptions.model_validate({"model": "mtp", **options})
