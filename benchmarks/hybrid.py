@@ -136,7 +136,7 @@ def state_mib(engine: Engine) -> Row:
     recurrent = engine.layout.arena.recurrent
     assert recurrent is not None
     sizes, dtype = recurrent.sizes, recurrent.inputs.dtype
-    kept = 2 * sizes.checkpoint_bytes(dtype) + sizes.tails_bytes(dtype, recurrent.rows)
+    kept = sizes.sequence_bytes(dtype, recurrent.rows)
     least = sizes.checkpoint_bytes(dtype) + sizes.tails_bytes(dtype, CHUNK) / 2
     return {"kept": round(kept / 2**20, 1), "one_and_chunk": round(least / 2**20, 1), "ratio": round(kept / least, 2)}
 

@@ -26,11 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
+from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, LATENT_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
-from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
+from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import DELTA_NETS, FEATURES
 from specpool.engine.passes.attention import PACKED_ATTENTION
@@ -39,7 +39,6 @@ from specpool.engine.passes.gpu.accept import accept
 from specpool.engine.passes.gpu.choice import REMAINING, choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
-from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 from specpool.engine.sampling.change_kernel import change_rows
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import FIELDS, sample_rows
@@ -119,7 +118,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }  # fmt: skip
-ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **HEAD_SHAPES}
+ALL_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **LATENT_SHAPES, **HEAD_SHAPES
+}  # fmt: skip
 
 
 Row = dict[str, Any]
@@ -283,7 +284,10 @@ def arena_of(model: GpuModel, sequences: int, length: int) -> KVArena:
         entries, rows = CHECKPOINTS_PER_SLOT * sequences, tail_rows(GPU_PAGE_SIZE)
         recurrent = RecurrentArena(model.recurrent_sizes, entries, sequences, rows, dtype, device)
     layers = len(model.layers) - (0 if recurrent is None else recurrent.sizes.layers)
-    return KVArena(layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE, recurrent)
+    return KVArena(
+        layers, model.kv_heads, columns, model.head_dim, dtype, device, tables, GPU_PAGE_SIZE, recurrent,
+        model.latent_rank,
+    )  # fmt: skip
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:

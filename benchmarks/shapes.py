@@ -51,31 +51,49 @@ MIXTURE_SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Models with a mixture of experts in every layer. The number of layers is left open."""
 
+_HYBRID = {
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 HYBRID_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-0.8b": {
-        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584,
-        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **_HYBRID, "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
     },
     "qwen3.5-9b": {
-        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288,
-        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **_HYBRID, "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 4096,
+        "intermediate_size": 12_288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
     },
     "qwen3-next-80b-a3b": {
-        "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
-        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **_HYBRID, "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     },
 }  # fmt: skip
 """Models with gated delta nets; every fourth layer attends."""
+
+LATENT_SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 1, "topk_method": "greedy", "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite", "vocab_size": 154_880, "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "first_k_dense_replace": 1,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+"""Models with latent attention. Keys that are left open have the defaults of their families."""
 
 _QWEN3_HEAD = {
     **_QWEN3, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1,
@@ -110,7 +128,7 @@ def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
 ) -> PreTrainedModel:
     """A randomly initialized model of this shape. `changes`: to its configuration."""
-    sizes = {**(SHAPES | MIXTURE_SHAPES | HYBRID_SHAPES)[shape], **changes}
+    sizes = {**(SHAPES | MIXTURE_SHAPES | HYBRID_SHAPES | LATENT_SHAPES)[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -56,7 +56,7 @@ def states_of(
 def num_tentative(item: ProposeItem) -> int:
     """Return the number of an item's tokens that the next item may not keep.
 
-    It never begins before the last committed token, which may have to run again for its logits.
+    The next item begins at or after the last committed token, which may have to run again for its logits.
     """
     return item.num_unverified + (len(item.token_ids) - item.num_unverified > 1)
 

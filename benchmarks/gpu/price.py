@@ -27,7 +27,6 @@ from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.recurrent import tail_rows
 from specpool.engine.passes.gpu.model import GpuModel
-from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 
 STEPS = ("1", "8", "8x5", "64", "64x5", "draft8x4", "eagle8x4", "round1x4", "round8x4", "round64x4")
 HYBRID_STEPS = ("1", "1x5", "8", "8x5", "64", "64x5", "1x2048")
@@ -143,11 +142,11 @@ def memory_row(model: GpuModel, rows: int) -> Row:
     """The memory of a hybrid model and of its sequences. `rows`: of a tail."""
     sizes, dtype = model.recurrent_sizes, model.compute_dtype
     assert sizes is not None
-    checkpoint, attending = sizes.checkpoint_bytes(dtype), len(model.layers) - sizes.layers
-    own = CHECKPOINTS_PER_SLOT * checkpoint + sizes.tails_bytes(dtype, rows)
+    attending = len(model.layers) - sizes.layers
     return {
-        "weights_gb": round(weight_bytes(model) / 1e9, 1), "checkpoint_mib": round(checkpoint / 2**20, 1),
-        "sequence_mib": round(own / 2**20, 1),
+        "weights_gb": round(weight_bytes(model) / 1e9, 1),
+        "checkpoint_mib": round(sizes.checkpoint_bytes(dtype) / 2**20, 1),
+        "sequence_mib": round(sizes.slot_bytes(dtype, rows) / 2**20, 1),
         "kv_kib_a_position": 2 * attending * model.kv_heads * model.head_dim * dtype.itemsize / 1024,
     }  # fmt: skip
 

@@ -40,7 +40,7 @@ class PrefixIndex:
         self._cached: dict[bytes, None] = {}
         """Digests, oldest first."""
         self._next: dict[bytes, bytes] = {}
-        """The first page that a sequence had or has after a page."""
+        """The page that first followed each page, by digest."""
         self._reusable: set[bytes] | None = None
         """Digests of the cached pages after which the target has kept the states of recurrent layers, so that sequences
         can begin there. None: sequences can begin after every cached page."""
@@ -124,7 +124,7 @@ class PrefixIndex:
                     self._events.removed(digest)
 
     def mispredicted(self, sequence: Sequence) -> None:
-        """Forget what other sequences left for this one, because the target lacks some of it."""
+        """Forget the pages or states predicted for a sequence, because the target lacks some of them."""
         digests = self._digests(sequence, len(sequence.token_ids))
         if self._reusable is None:
             self.evict(digests)
@@ -145,7 +145,7 @@ class PrefixIndex:
         return self.page_size * next((count for count in counts if digests[count - 1] in self._reusable), 0)
 
     def fork_length(self, sequence: Sequence) -> int:
-        """Return after how many leading tokens a sequence differs from the one that cached them; 0 if unknown.
+        """Return after how many leading tokens a sequence departs from the one that cached them; 0 if unknown.
 
         The target should keep the states there, because further sequences may begin with the same tokens.
         """

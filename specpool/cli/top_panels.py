@@ -160,7 +160,7 @@ def _detailed_worker(worker: Worker) -> RenderableType:
             size = f" of {worker.kv_bytes / 2**20:,.0f} MiB" if worker.kv_bytes is not None else ""
             loads.add_row("  KV cache", _percent(worker.kv_usage) + size, _bar(worker.kv_usage))
         if worker.state_bytes:
-            loads.add_row("  states", f"{worker.state_bytes / 2**20:,.0f} MiB", _bar(used, total))
+            loads.add_row("  states", f"{worker.state_bytes / 2**20:,.0f} MiB")
         lines.append(loads)
     return Group(*lines, *_warnings(worker.reason, *worker.notes))
 

@@ -99,9 +99,9 @@ class Worker:
     kv_usage: float | None
     """Share of the KV cache's pages held by sequences."""
     kv_bytes: int | None
+    """Size of the KV cache."""
     state_bytes: int
     """Bytes of recurrent states; 0 if the model has none, or before the worker is ready."""
-    """Size of the KV cache."""
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,14 @@ class UpSettings(ListeningSettings):
     target_activations: Activations = ENGINE["activations"]
     draft_activations: Activations = ENGINE["activations"]
     target_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of a target per rank; required if the target shares a GPU with another worker"
+        None,
+        description="size of a target's KV cache and recurrent states per rank; required if the target "
+        "shares a GPU with another worker",
     )
     draft_kv_memory: ByteSize | None = Field(
         None,
-        description="KV cache size of a draft; required if a draft worker shares a GPU with another worker",
+        description="size of a draft's KV cache and recurrent states; required if a draft worker shares a GPU with "
+        "another worker",
     )
     target_memory_limit: ByteSize | None = ENGINE["memory_limit"]
     draft_memory_limit: ByteSize | None = ENGINE["memory_limit"]
@@ -186,7 +189,7 @@ class UpSettings(ListeningSettings):
             check_int8("draft-", devices={f"--{device[0]}-device": device[1]})
         self._check_colocated()
         if self.target == MTP:
-            raise ValueError("target: mtp is a draft")
+            raise ValueError("target: mtp is a draft; name its target, and give --draft mtp")
         for role, model in (("target", self.target), ("draft", self.draft)):
             if getattr(self, f"{role}_revision") is not None and model in (None, "none", MTP):
                 raise ValueError(f"{role}_revision needs a {role} from the hub")

@@ -27,9 +27,9 @@ class Memory:
     max_model_len: int
     """Maximum positions of a sequence."""
     state_per_slot: int = 0
-    """Recurrent states of a slot, and of the prefix cache per slot."""
+    """Bytes of recurrent states per slot, with the prefix cache's share."""
     slots: int = 0
-    """Measured slots."""
+    """Slots of the measured worker."""
 
     @property
     def full_slot(self) -> int:
@@ -47,12 +47,12 @@ class Memory:
         return min(capacity, self.slots) if self.state_per_slot else capacity
 
     def kv_bytes(self, slots: int, positions: int | None) -> int:
-        """Return the bytes of a KV cache with the states of `slots` sequences, and at least one of full length."""
+        """Return the bytes of KV cache and states for `slots` sequences, with room for at least one of full length."""
         kv_positions = max(self.full_slot, slots * self.slot_positions(positions))
         return kv_positions * self.kv_per_position + slots * self.state_per_slot
 
     def slot_bytes(self, positions: int | None) -> int:
-        """Return the bytes of a sequence of this length."""
+        """Return the bytes of a sequence of this length, states included."""
         return self.slot_positions(positions) * self.kv_per_position + self.state_per_slot
 
 

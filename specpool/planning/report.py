@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.drafting.plans import DraftMethod
-from specpool.engine.config.options import FLOAT32, INT8
+from specpool.engine.config.options import FLOAT32, INT8, MTP
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
 
@@ -151,23 +151,26 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds, carr
     is_chosen = not model.on_gpu and model.activations in (FLOAT32, INT8)  # other passes use the dtype
     activations = f"\n    activations: {model.activations}" if is_chosen else ""
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
-    states = f" and {_mi(memory.state_per_slot)}B of states" if memory.state_per_slot else ""
+    states = f" and {_mi(memory.state_per_slot)}B of recurrent states per sequence" if memory.state_per_slot else ""
+    revision, target_model = model.revision, ""
+    if model.name == MTP:
+        revision, target_model = plan.target.revision, f"\n    target_model: {json.dumps(plan.target.name)}"
     request, limit, draft_memory = needs.request_bytes, needs.limit_bytes, ""
     if carried is not None:
         request, limit = request + carried.request_bytes, limit + carried.limit_bytes
         draft_memory = f"\n    draft_kv_memory: {_mi(carried.kv_bytes)}B"
     return f"""\
 # {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \
-{_mi(memory.activations)}B, KV cache {_mi(needs.kv_bytes)}B
+{_mi(memory.activations)}B, KV cache{" with recurrent states" if states else ""} {_mi(needs.kv_bytes)}B
 # ({slots} sequences of {positions} positions, {memory.kv_per_position} bytes each{states}, or one full-length \
 sequence).
 {role}:{enabled}
   model: {json.dumps(model.name)}
-  revision: {json.dumps(model.revision or "")}
+  revision: {json.dumps(revision or "")}
   gpus: {int(model.on_gpu)}
   device: {"cuda" if model.on_gpu else "cpu"}
   settings:
-    dtype: {model.dtype}{activations}
+    dtype: {model.dtype}{activations}{target_model}
     max_model_len: {memory.max_model_len}
     max_sequences: {slots}
     kv_memory: {_mi(needs.kv_bytes)}B{draft_memory}

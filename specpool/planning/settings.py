@@ -25,7 +25,10 @@ class PlanSettings(Settings, ClientSecurity):
         None, min_length=1, description="hub id, folder or GGUF file; default: the embedded pair's"
     )
     draft: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, min_length=1, description="hub ids, folders or GGUF files of drafts, or mtp; default: the embedded pair's"
+        None,
+        min_length=1,
+        description="hub ids, folders or GGUF files of drafts, or mtp (the target's MTP layer); "
+        "default: the embedded pair's",
     )
     target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")
     draft_address: DraftAddress | None = Field(

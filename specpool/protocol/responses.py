@@ -114,7 +114,7 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
         raise InvalidResponseError(f"invalid prefix_length {found}, expected at least {item.expected_prefix_length}")
     reusable = result.reusable_length if result.HasField("reusable_length") else None
     if reusable is not None and reusable > expected:
-        raise InvalidResponseError(f"{reusable} tokens can be reused, but only {expected} are cached")
+        raise InvalidResponseError(f"invalid reusable_length {reusable}, expected at most {expected}")
     return Verdict(
         item.sequence_id,
         status,

@@ -32,7 +32,7 @@ class FakeCaches:
         self.missing_states = 0
         """Items that began before the kept states of their sequence."""
         self._kept: dict[Key, tuple[int, int]] = {}
-        """Positions before each sequence's last round, and its committed positions after that."""
+        """Each sequence's positions before its last round, and its committed positions after it."""
         self._reusable: dict[bytes, None] = {}
         """Digests of cached pages after which states are kept, oldest first."""
         self.caches: dict[Key, list[int]] = {}
@@ -100,9 +100,10 @@ class FakeCaches:
 
     def reusable_length(self, key: Key) -> int | None:
         """Return after how many leading tokens other sequences can continue. None: after every full page."""
-        pages = self._full_pages(key, self.caches[key]) if self.is_recurrent else ()
-        counts = (count for count, digest in enumerate(pages, 1) if digest in self._reusable)
-        return self.page_size * max(counts, default=0) if self.is_recurrent else None
+        if not self.is_recurrent:
+            return None
+        pages = enumerate(self._full_pages(key, self.caches[key]), 1)
+        return self.page_size * max((count for count, digest in pages if digest in self._reusable), default=0)
 
     def _has_state(self, key: Key, base: int) -> bool:
         begin, end = self._kept.get(key, (0, 0))

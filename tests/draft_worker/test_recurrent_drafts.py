@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from delta_nets import save_delta_net
@@ -25,7 +24,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 class Rounds:
-    """Rounds of a sequence. Another one reads all tokens at once."""
+    """Rounds of a sequence. A second sequence reads all tokens at once."""
 
     def __init__(self, engine: Engine, chance: random.Random) -> None:
         self.proposer, self.chance = Proposer(engine), chance
@@ -63,7 +62,7 @@ class Rounds:
         assert proposal.branches == self.fresh((*self.tokens, *unverified), **branching).branches
 
     def gain(self, accepted: Sequence[int]) -> None:
-        """Commit accepted tokens, and another one."""
+        """Commit accepted tokens and one more."""
         self.cached = min(self.cached, len(self.tokens) + len(accepted))
         self.tokens += [*accepted, self.chance.randrange(200)]
 
@@ -94,13 +93,21 @@ def test_no_round_loses_a_state(draft: Engine, seed: int) -> None:
             rounds.gain(drafted[: chance.randint(0, len(drafted))])
 
 
-def test_a_draft_may_be_longer_than_a_tail(draft: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft loop, which keeps all rows in one tail, leaves it to single steps."""
-    item = ProposeItem(1, 0, tuple(random_tokens(50)), num_draft_tokens=2 * draft.max_draft_tokens)
-    proposals = []
-    for loop in (draft.draft_loop, None):
-        forget_all(draft, 2)
-        monkeypatch.setattr(draft, "draft_loop", loop)
-        proposals += Proposer(draft).propose([ProposeRound("c", 1, [replace(item)])])
-    assert proposals[0] == proposals[1]
-    assert len(proposals[0][0].draft_token_ids) == item.num_draft_tokens
+def test_a_draft_that_ends_at_once_keeps_its_state(draft: Engine) -> None:
+    """The rows after the prompt have no room in its tail, so that longer drafts would begin another one."""
+    forget_all(draft, 2)
+    rounds = Rounds(draft, random.Random(0))
+    tokens, fields = random_tokens(60), {"num_draft_tokens": 9}
+    proposal = rounds.propose(ProposeItem(1, 0, tuple(tokens), min_chance=1.0, **fields))
+    assert (len(proposal.draft_token_ids), proposal.num_cached_tokens) == (1, 60)
+    proposal = rounds.propose(ProposeItem(1, 60, (7,), **fields))
+    assert proposal.draft_token_ids == rounds.fresh([*tokens, 7], **fields).draft_token_ids
+
+
+def test_drafts_are_no_longer_than_a_tail(draft: Engine) -> None:
+    forget_all(draft, 2)
+    rounds, prompt = Rounds(draft, random.Random(0)), random_tokens(35)
+    long = rounds.fresh(prompt, num_draft_tokens=100).draft_token_ids
+    assert len(long) == draft.max_draft_tokens
+    for count in (1, 20, len(long) - 1):
+        assert rounds.fresh([*prompt, *long[:count]], num_draft_tokens=1).draft_token_ids == long[count : count + 1]

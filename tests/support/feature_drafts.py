@@ -4,15 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny_models import save_model, small_config
+from interpreted_kernels import run_by_kernels
+from tiny_models import load_engine, random_tokens, save_model, small_config
 from transformers import AutoModelForCausalLM
 
+from draft_worker.proposer import Proposer
+from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import draft_config, save_draft
 from specpool.engine.models.draft_weights import load_compact, save_compact
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.run import pass_selection
 from specpool.engine.weights.quantized import Weight
+from specpool.protocol.rounds import ProposeItem, ProposeRound
 
 HEAD_TOKENS = (*range(3, 90), 120, 100, 110, 200)
 
@@ -85,3 +92,26 @@ def save_pair_draft(folder: Path, target: Path, draft: Path, feature_layers: tup
     }
     save_draft(folder, str(target), trained)
     return folder
+
+
+def check_kernels(patch: pytest.MonkeyPatch, draft: Path, target: Path) -> None:
+    """Check that the GPU kernels give the logits, own states and draft tokens of the fused pass."""
+    pytest.importorskip("triton")
+    options: dict[str, Any] = {
+        "exact": False, "target_model": str(target), "max_sequences": 3, "max_model_len": 32, "native": False,
+    }  # fmt: skip
+    fused, tokens = load_engine(draft, **options), random_tokens(12)
+    assert fused.loaded.features is not None
+    given = random_states(12, fused.loaded.features.width, 0.4)
+    spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
+    item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
+    expected, own_states = fused.forward(spans), fused.own_states
+    ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
+    run_by_kernels(patch)
+    patch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
+    engine = load_engine(draft, cuda_graphs=False, **options)
+    assert isinstance(engine.forward_pass, GpuModel)
+    torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(engine.own_states, own_states, atol=2e-5, rtol=1e-4)
+    ((actual,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
+    assert actual.draft_token_ids == proposal.draft_token_ids

@@ -163,8 +163,8 @@ def attend_pages(
             columns = _columns(arena, slots[row], seen)
             caches = (arena.keys[layer], arena.values[layer])
             k, v = (cache[:, columns].repeat_interleave(groups, 0) for cache in caches)
-            query[row] = attended_row(query[row], k, v, scaling, kind)
-    return query
+            query[row, :, : v.shape[2]] = attended_row(query[row], k, v, scaling, kind)
+    return query[..., : arena.latent_rank].contiguous()
 
 
 def attended_row(

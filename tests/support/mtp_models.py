@@ -55,7 +55,7 @@ ONE_LAYER = {
 
 
 def one_layer(config: Any) -> Any:
-    """Return the configuration of a model with the layer alone."""
+    """Return the configuration of a model that consists of the MTP layer."""
     values = config.to_dict()
     return type(config)(**{**values, **{name: value for name, value in ONE_LAYER.items() if values.get(name)}})
 
@@ -102,7 +102,7 @@ def make_alike(target: Path) -> None:
 
 
 class ReferenceMtp:
-    """The MTP layer of a target, over whole sequences, by the modules of transformers."""
+    """The MTP layer of a target, run over whole sequences by transformers' modules."""
 
     def __init__(self, target: Path) -> None:
         config: Any = AutoConfig.from_pretrained(target)
@@ -125,7 +125,7 @@ class ReferenceMtp:
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the own states, after each token. `states`: before each token."""
+        """Logits and own states after each token. `states`: before each token."""
         embedded = self.model.get_input_embeddings()(torch.tensor(tokens))
         parts = [
             self._norm(part, self.weights[self.names[name]])
@@ -136,7 +136,7 @@ class ReferenceMtp:
         return self.model.lm_head(own), own
 
     def draft(self, tokens: list[int], states: torch.Tensor, count: int) -> list[int]:
-        """Draft after these tokens. Each step reads the own state of the step before."""
+        """Draft after these tokens. Each step reads the own state of the previous one."""
         drafted = list[int]()
         for _ in range(count):
             logits, own = self(tokens, states)

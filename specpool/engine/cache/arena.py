@@ -46,7 +46,7 @@ class KVArena:
         `recurrent`: states of the recurrent layers, if there are any. `latent_rank`: features of a key that are its
         value; None: values have their own memory.
         """
-        self.recurrent = recurrent
+        self.recurrent, self.latent_rank = recurrent, latent_rank
         self.columns, self.device, self.page_size = columns, device, page_size
         of_head = columns + (SPARE_COLUMNS if device.type == "cpu" else 0)
         self._storage = zeros((layers, 2 if latent_rank is None else 1, kv_heads, of_head, head_dim), dtype, device)
@@ -63,10 +63,17 @@ class KVArena:
 
     @classmethod
     def of_one_sequence(
-        cls, layers: int, kv_heads: int, columns: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layers: int,
+        kv_heads: int,
+        columns: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        latent_rank: int | None = None,
     ) -> Self:
         """Create an arena for one sequence, in slot 0, on a single page."""
-        arena = cls(layers, kv_heads, columns, head_dim, dtype, device, (1, 1), columns)
+        arena = cls(layers, kv_heads, columns, head_dim, dtype, device, (1, 1), columns, latent_rank=latent_rank)
         arena.assign(0, 0, [0])
         return arena
 

@@ -1,7 +1,7 @@
 """Checkpoints of the recurrent states of sequences. Pure bookkeeping, without torch.
 
 A sequence has at most two: the newest one, and the one that its last round began with, so that the round can be
-repeated. Rejecting tokens never changes a checkpoint: the next round computes the accepted rows again, from the newest
+repeated. Rejecting tokens never changes a checkpoint: the next round replays the accepted rows, from the newest
 checkpoint at or before its base. The prefix cache keeps checkpoints at page borders, by the digest of the page before.
 """
 
@@ -20,14 +20,14 @@ NONE = -1
 class Segment(NamedTuple):
     """How a pass runs the recurrence of one span.
 
-    Begin with the state of checkpoint `read`, run the tail rows from `read_position` to `start` again, then new rows.
+    Load the state of checkpoint `read`, replay the tail rows from `read_position` to `start`, then run the new rows.
     Write the state before the row at `write_position`, or after the last row if that is the end, to checkpoint `write`.
     """
 
     first_row: int  # in the packed batch
     num_rows: int
     start: int  # position of the first row
-    read: int  # NONE: zeros, without inputs before
+    read: int  # NONE: start from zeros
     read_position: int
     read_tail: int
     write: int  # NONE: write no checkpoint
@@ -127,6 +127,11 @@ class Checkpoints:
         read = (NONE, start, new.tail) if begun is None else _place(begun)
         return Segment(first_row, end - start, start, *read, new.entry, new.position, new.tail)
 
+    def undo(self, slot: int, segment: Segment) -> None:
+        """Drop the checkpoint that a segment was to write, because its rows did not run."""
+        if segment.write != NONE:
+            self.pool.drop([self._kept[slot].pop().entry])
+
     def _next(self, span: Span, begun: Checkpoint | None) -> Checkpoint:
         """Take a checkpoint for a span: at a page border if its tail then holds the rest, for the prefix cache."""
         start, end = span.start, span.end
@@ -148,9 +153,9 @@ class Checkpoints:
         )
 
     def _border(self, span: Span) -> int:
-        """Return the last page border that a sequence with the same committed tokens can begin at.
+        """Return the last page border at which a sequence with the same committed tokens can begin.
 
-        It runs the last token of a prompt in any case.
+        Such a sequence always runs the last token of its prompt.
         """
         return (span.end - span.num_tentative - bool(span.num_logits)) // self._page_size * self._page_size
 

@@ -59,7 +59,7 @@ class KVLimit:
     beside: Footprint | None = None
     """Memory of another model in this process, which counts against the limit; None: there is none."""
     states: int = 0
-    """Bytes of recurrent states that count against the limit, perhaps of both models."""
+    """Bytes of recurrent states, of one or both models, that count against the limit."""
     position_bytes: int | None = None
     """Bytes of a position that count against the limit, perhaps in both caches; None: those of this cache."""
     max_model_len: int | None = None
@@ -90,15 +90,15 @@ class KVLimit:
 
     def __str__(self) -> str:
         limit = f"{self.flag} of {readable(self.option_bytes)}"
-        if self.states:
-            limit = f"{limit}, less {readable(self.states)} of recurrent states,"
+        states = f"{readable(self.states)} of recurrent states" if self.states else ""
         if self.included is None:
-            return limit
+            return f"{limit}, less {states}," if states else limit
+        states = f"{states}, " if states else ""
         base = f"{readable(self.included.base)} of the process, " if self.included.base else ""
         grammars = f"{readable(self.included.grammars)} of grammars, " if self.included.grammars else ""
         own = f"{readable(self.included.weights)} of weights and {readable(self.included.activations)} of activations"
         beside = f" and {readable(self.beside.total)} of the other model" if self.beside is not None else ""
-        return f"{limit}, less {base}{grammars}{own}{beside},"
+        return f"{limit}, less {states}{base}{grammars}{own}{beside},"
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,8 @@ from specpool.engine.cache.memory import return_pages, zeros
 from specpool.protocol.rounds import MAX_LOOKUP_TOKENS
 
 CHECKPOINTS_PER_SEQUENCE = 2
+CHECKPOINTS_PER_SLOT = CHECKPOINTS_PER_SEQUENCE + 1
+"""The checkpoints of a sequence, and one for the prefix cache."""
 
 
 class RecurrentSizes(NamedTuple):
@@ -27,7 +29,7 @@ class RecurrentSizes(NamedTuple):
     taps: int
     """Positions that the short convolution reads, including the row's own."""
     gates: int
-    """Float32 numbers of a position beside its inputs, such as the log decay and beta of each head."""
+    """Float32 numbers of a position besides its inputs, such as the log decay and beta of each head."""
 
     def checkpoint_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a checkpoint. `dtype`: of the inputs; states are float32."""
@@ -42,6 +44,10 @@ class RecurrentSizes(NamedTuple):
     def sequence_bytes(self, dtype: torch.dtype, rows: int) -> int:
         """Bytes of a sequence: its checkpoints, each with a tail of `rows` rows."""
         return CHECKPOINTS_PER_SEQUENCE * self.checkpoint_bytes(dtype) + self.tails_bytes(dtype, rows)
+
+    def slot_bytes(self, dtype: torch.dtype, rows: int) -> int:
+        """Bytes of a slot: those of a sequence, and a checkpoint for the prefix cache."""
+        return CHECKPOINTS_PER_SLOT * self.checkpoint_bytes(dtype) + self.tails_bytes(dtype, rows)
 
 
 def tail_rows(page_size: int) -> int:

@@ -78,8 +78,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     model: str = Field(
         min_length=1,
-        description='hub id, folder, or GGUF file of a decoder-only model; "mtp": the MTP layer of target_model, as a '
-        "draft",
+        description='hub id, folder, or GGUF file of a decoder-only model; for a draft, also "mtp": the MTP layer of '
+        "target_model",
     )
     revision: str | None = Field(
         None, min_length=1, description="branch, tag or commit of a hub model; a commit pins the version"
@@ -87,8 +87,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     target_model: str | None = Field(
         None,
         min_length=1,
-        description="for EAGLE heads and mtp: folder, GGUF file or hub id of the target that provides the embeddings, "
-        "the tokenizer and, if the draft has none, the output head; ignored for other models",
+        description="for EAGLE heads and mtp: folder, GGUF file (not for mtp) or hub id of the target that provides "
+        "the embeddings, the tokenizer and, if the draft has none, the output head; with mtp, revision selects its "
+        "version; ignored for other models",
     )
     device: str = Field(
         "auto",
@@ -132,7 +133,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     memory_limit: ByteSize | None = Field(
         None,
         description="total memory per rank, such as 2GiB: on a CPU, the resident memory of the process; on a GPU, what "
-        "it allocates there. The KV cache gets what everything else leaves; replaces kv_memory",
+        "it allocates there. The KV cache and recurrent states get the rest; replaces kv_memory",
     )
     grammar_memory: ByteSize | None = Field(
         None,
@@ -143,7 +144,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "slots", description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round'
     )
     fused: bool = Field(
-        True, description="run Llama-family models with our fused pass instead of the transformers modules"
+        True,
+        description="run fast families (docs/models.md) with our fused pass instead of the transformers modules; "
+        "hybrid models need it",
     )
     native: bool = Field(
         True,
@@ -224,9 +227,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.model == MTP and self.target_model in (None, MTP):
-            raise ValueError("model mtp is the MTP layer of a target: set target_model")
+            raise ValueError("model mtp needs target_model, the model that has the MTP layer")
         if self.model == MTP and self.tensor_parallel > 1:
-            raise ValueError("tensor_parallel: mtp runs on one rank")
+            raise ValueError("tensor_parallel must be 1 with model mtp")
         if self.model == MTP and not self.fused:
             raise ValueError(MTP_NEEDS_FUSED)
         if self.tensor_parallel % self.nnodes:

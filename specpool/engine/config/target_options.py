@@ -25,7 +25,9 @@ class TargetOptions(EngineOptions):
     draft_revision: str | None = ENGINE["revision"]
     draft_activations: Activations = ENGINE["activations"]
     draft_kv_memory: ByteSize | None = Field(
-        None, description="KV cache size of the carried draft; default: as many positions as the target's cache"
+        None,
+        description="size of the carried draft's KV cache and recurrent states; default: as many positions as "
+        "the target's cache",
     )
 
     @property
@@ -54,7 +56,7 @@ class TargetOptions(EngineOptions):
         if given and self.draft is None and self.node_rank == 0:  # nodes may share their other settings
             raise ValueError(f"{given[0]} needs --draft")
         if self.draft == MTP and self.draft_revision is not None:
-            raise ValueError("draft_revision: the MTP layer is in the target's checkpoint")
+            raise ValueError("draft_revision: draft mtp is in the target's checkpoint; set revision")
         if self.draft == MTP and not self.fused:
             raise ValueError(MTP_NEEDS_FUSED)
         if self.draft is not None and self.node_rank > 0:

@@ -41,7 +41,7 @@ UNSTATED_MAX_MODEL_LEN = 4096
 ONE_LAYER: Mapping[str, object] = MappingProxyType(
     {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
 )
-"""Values by which a configuration's only layer is like an MTP layer."""
+"""Values that make the only layer of a configuration like an MTP layer."""
 NO_SAFETENSORS = "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
 
 
@@ -173,9 +173,9 @@ def _why_never_served(config: PreTrainedConfig, options: EngineOptions) -> str |
         return unsupported(model_type, "no attention")
     if (invalid := _invalid_layers(config)) is not None:
         return f"this {model_type} model has {invalid}; {MODELS_PAGE}"
-    needed = why_not_fusable(config) or (None if options.fused else "--fused is off")
-    if model_type in RECURRENT_LAYERS and needed is not None:
-        return f"this {model_type} model needs the fused pass: {needed}; {MODELS_PAGE}"
+    obstacle = why_not_fusable(config) or (None if options.fused else "--fused is off")
+    if model_type in RECURRENT_LAYERS and obstacle is not None:
+        return f"this {model_type} model runs only in the fused pass, but {obstacle}; {MODELS_PAGE}"
     # Drafts that read hidden states need the fused pass, which reports a more specific error.
     ignores_window = window_of(config) is not None and model_type not in WINDOWED
     is_tried = (ignores_window or why_not_shardable(config) is not None) and options.target_model is None

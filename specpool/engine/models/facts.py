@@ -35,7 +35,7 @@ class ModelFacts:
     window: int | None = None
     """Maximum number of positions that a row attends to, including its own; None: all positions up to its own."""
     latent_rank: int | None = None
-    """Features of a cached key that are its value, too, with latent attention; None: values are cached, too."""
+    """Leading features of a cached key that are also its value, in latent attention; None: values are separate."""
     recurrent: RecurrentSizes | None = None
     """Sizes of recurrent layers, which cache no keys and values; None: all layers attend."""
 

@@ -110,7 +110,7 @@ def _check_activations(options: EngineOptions, config: PreTrainedConfig, device:
     if config.model_type in MIXTURES:
         raise Int8RefusedError("a dense model, because experts keep float32 activations")
     if config.model_type in LATENT:
-        raise Int8RefusedError("a model without latent attention, which keeps float32 activations")
+        raise Int8RefusedError("a model without latent attention, which needs float32 activations")
 
 
 def _check_feature_draft(options: EngineOptions, config: PreTrainedConfig) -> None:

@@ -134,5 +134,5 @@ class _Builder:
 def _checked(name: str, weight: Any) -> Any:
     """Return a stored weight, which must be dequantized when it is read or be a float. UnsupportedModelError."""
     if not isinstance(weight, PackedWeight) and (stored := weight.get_dtype()) not in FLOATS:
-        raise UnsupportedModelError(f"{name} has the type {stored}, not a float, and the configuration names no format")
+        raise UnsupportedModelError(f"{name} is stored as {stored}, but config.json names no quantization format")
     return weight

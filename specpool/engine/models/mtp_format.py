@@ -20,7 +20,7 @@ class MtpLayout:
     prefix: str
     """Beginning of all names."""
     replacements: Mapping[str, str]
-    """How names continue, and the names in a model of one layer that begin so. The first match counts."""
+    """How names continue after the prefix, and how they begin in a model of one layer. The first match counts."""
 
     def own_name(self, stored: str) -> str | None:
         """Return our name for a stored weight; None if it does not belong to the layer."""

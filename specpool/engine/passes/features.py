@@ -46,8 +46,7 @@ class FeatureEmbedding(nn.Module):
     ) -> None:
         """`fc`: linear layer [hidden, 2 * hidden]; None: the first layer reads states and embeddings.
 
-        `input_norms`: norms of a state and an embedding before `fc`; None: they have none.
-
+        `input_norms`: norms of a state and an embedding before `fc`; None: no norms.
         `project`: linear layer [hidden, width] for states of the target, after `state_norm`; None: states are as wide
         as the draft. `norms_output`: the draft's own states are those after its final norm.
         """

@@ -27,7 +27,7 @@ from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_kimi import FusedKimiDeltaNet, adapt_modules
 from specpool.engine.passes.fused_latent import FusedLatentLayer
-from specpool.engine.passes.fused_layers import FusedLayer, JoiningLayer, norm_weight, normed
+from specpool.engine.passes.fused_layers import DecoderLayer, FusedLayer, JoiningLayer, norm_weight, normed
 from specpool.engine.passes.fused_recurrent import RecurrentLayer
 from specpool.engine.passes.fused_short_conv import FusedShortConv, rename_modules
 from specpool.engine.passes.modules import softcapped
@@ -82,23 +82,28 @@ class FusedModel(ForwardPass):
         order = head_order(self.rotaries[0].angles, rotary_dim, is_interleaved(config))
         self.layers = nn.ModuleList()
         for index, layer in enumerate(inner.layers):
-            recurrent = sum(isinstance(each, RecurrentLayer) for each in self.layers)
-            if hasattr(layer, "linear_attn"):
-                net = FusedKimiDeltaNet if config.model_type == KIMI_LINEAR else FusedDeltaNet
-                self.layers.append(net(layer, index, recurrent, config, group))
-            elif hasattr(layer, "conv"):
-                self.layers.append(FusedShortConv(layer, index, recurrent, config, group))
-            elif is_latent:
-                self.layers.append(FusedLatentLayer(layer, index, index - recurrent, config, order, group))
-            else:
-                kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
-                self.layers.append(kind(layer, index, index - recurrent, config, order, group))
+            self.layers.append(self._fused(layer, index, config, order))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         attending: Any = next(layer for layer in self.layers if not isinstance(layer, RecurrentLayer))
         self.kv_heads: int = attending.kv_heads
         self.head_dim: int = attending.head_dim
         """Features of a cached key."""
+        self.latent_rank: int | None = attending.rank if is_latent else None
+        """Leading features of a cached key that are also its value, in latent attention; None: values are separate."""
+
+    def _fused(self, layer: Any, index: int, config: Any, order: torch.Tensor) -> DecoderLayer:
+        """Return a layer of the library's model as a fused layer, after the layers before it."""
+        recurrent = sum(isinstance(each, RecurrentLayer) for each in self.layers)
+        if hasattr(layer, "linear_attn"):
+            net = FusedKimiDeltaNet if config.model_type == KIMI_LINEAR else FusedDeltaNet
+            return net(layer, recurrent, config, self.group)
+        if hasattr(layer, "conv"):
+            return FusedShortConv(layer, recurrent, config, self.group)
+        if config.model_type in LATENT:
+            return FusedLatentLayer(layer, index - recurrent, config, order, self.group)
+        kind = JoiningLayer if hasattr(layer, "hidden_norm") else FusedLayer
+        return kind(layer, index, index - recurrent, config, order, self.group)
 
     @property
     def dense_embedding(self) -> torch.Tensor:
@@ -114,13 +119,12 @@ class FusedModel(ForwardPass):
 
     @property
     def uncompiled_layers(self) -> str | None:
-        """The kind of layers that only torch operations run yet; None if there are none."""
-        layers: list[Any] = list(self.layers)
-        if any(isinstance(layer, FusedShortConv) for layer in layers):
+        """The kind of layers that GPU kernels cannot run; None if there are none."""
+        if any(isinstance(layer, FusedShortConv) for layer in self.layers):
             return "short convolutions"
-        if any(isinstance(layer, FusedKimiDeltaNet) for layer in layers):
-            return "delta nets with a decay for each feature"
-        return "latent attention" if any(isinstance(layer, FusedLatentLayer) for layer in layers) else None
+        if any(isinstance(layer, FusedKimiDeltaNet) for layer in self.layers):
+            return "Kimi Delta Attention"
+        return None
 
     def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""

@@ -30,7 +30,7 @@ class DeltaNet(RecurrentLayer):
     """Weight of the norm before the output gate, [value size]."""
 
     def _gated(self, read: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the branch [rows, hidden], given what rows read from states [rows, value heads, value size]."""
+        """Return the branch [rows, hidden]. `read`: results of the queries, [rows, value heads, value size]."""
         gated = rms_norm(read, (self.value_size,), self.gate_norm, self.eps) * gate.view(read.shape)
         return self.group.project(self.out, gated.flatten(1).to(dtype), "attended")
 
@@ -65,10 +65,10 @@ class DeltaNet(RecurrentLayer):
 class FusedDeltaNet(DeltaNet):
     """A delta net of Qwen3-Next or Qwen3.5, with one decay for each value head."""
 
-    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena."""
         net = layer.linear_attn
-        super().__init__(layer, index, recurrent_index, net.conv1d, config, group)
+        super().__init__(layer, recurrent_index, net.conv1d, config, group)
         self.key_heads, self.value_heads = net.num_k_heads, net.num_v_heads
         self.key_size, self.value_size = net.head_k_dim, net.head_v_dim
         self.inputs = _joined_inputs(net)
@@ -95,9 +95,9 @@ def _step(
     decay: torch.Tensor,  # [heads, 1 or key size], its logarithm
     beta: torch.Tensor,  # [heads]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one position. Return the state after it, and what its query reads, [heads, value size].
+    """Run one position. Return the state after it, and the result of its query [heads, value size].
 
-    All shapes are those of one row, so a row has the same bits in every batch.
+    Every operation has the shape of one row, so a row has the same bits in every batch.
     """
     state = state * decay.exp()[..., None]
     change = (value - (state * key[..., None]).sum(1)) * beta[:, None]

@@ -16,10 +16,10 @@ from specpool.engine.sharding.group import SingleRank
 class FusedKimiDeltaNet(DeltaNet):
     """A decoder layer with a gated delta net. Its decays and output gates come from two linear layers each."""
 
-    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena."""
         net, forget = layer.linear_attn, layer.linear_attn.forget_gate
-        super().__init__(layer, index, recurrent_index, net.conv1d, config, group)
+        super().__init__(layer, recurrent_index, net.conv1d, config, group)
         self.key_heads = self.value_heads = net.num_heads
         self.key_size = self.value_size = net.head_dim
         self.inputs = joined(net.q_proj, net.k_proj, net.v_proj, net.b_proj, forget.f_a_proj, net.g_a_proj)

@@ -26,18 +26,16 @@ QUERY_COPIES = 4
 class FusedLatentLayer(DecoderLayer):
     """A decoder layer that caches one head: a key [rank + rotary], whose first `rank` features are also its value."""
 
-    def __init__(
-        self, layer: Any, index: int, cache_index: int, config: Any, order: torch.Tensor, group: SingleRank
-    ) -> None:
+    def __init__(self, layer: Any, cache_index: int, config: Any, order: torch.Tensor, group: SingleRank) -> None:
         """`cache_index`: index of the layer in the KV arena. `order`: order of the rotary features."""
-        super().__init__(layer, index, config, group)
+        super().__init__(layer, config, group)
         source = layer.self_attn
         self.cache_index, self.rotary, self.scaling = cache_index, 0, source.scaling
         self.attention = FULL_ATTENTION
         self.heads, self.kv_heads = source.num_heads, 1
         self.rank, self.rotary_dim = source.kv_lora_rank, source.qk_rope_head_dim
         self.key_dim, self.value_dim = source.qk_nope_head_dim, source.v_head_dim
-        """Features of a head's key without its rotary part, and of its value, both before absorption."""
+        """Features of a head's key without its rotary part, and of its value, in the model without absorption."""
         self.head_dim = self.rank + self.rotary_dim
         """Features of the cached key."""
         self.latent_eps: float = source.kv_a_layernorm.variance_epsilon
@@ -46,8 +44,8 @@ class FusedLatentLayer(DecoderLayer):
         latent = with_outputs(source.kv_a_proj_with_mqa, of_key)
         is_direct = source.q_lora_rank is None
         self.inputs = joined(with_outputs(source.q_proj, of_query) if is_direct else source.q_a_proj, latent)
-        """[queries or their latent vector | latent vector | rotary part of the key]. The queries of a row are the keys'
-        counterparts of all heads, then the rotary parts of all heads."""
+        """[queries or their latent vector | latent vector | rotary part of the key]. Queries are ordered by part: the
+        non-rotary parts of all heads, then the rotary parts."""
         self.query_norm = None if is_direct else source.q_a_layernorm.weight.detach()
         """Weight of the norm of the queries' latent vector; None: `inputs` has the queries."""
         self.query_up = None if is_direct else with_outputs(source.q_b_proj, of_query)

@@ -54,10 +54,9 @@ class FusedMlp(nn.Module):
 class DecoderLayer(nn.Module, ABC):
     """A decoder layer: a mixer, which reads other positions, an MLP, and their norms."""
 
-    def __init__(self, layer: Any, index: int, config: Any, group: SingleRank) -> None:
+    def __init__(self, layer: Any, config: Any, group: SingleRank) -> None:
         super().__init__()
-        self.group, self.index = group, index
-        self.eps = norm_eps(config)
+        self.group, self.eps = group, norm_eps(config)
         activation = activation_of(config)
         assert activation is not None
         self.mlp = _fused_mlp(layer.mlp, activation, group)
@@ -118,7 +117,7 @@ class FusedLayer(DecoderLayer):
         self, layer: Any, index: int, cache_index: int, config: Any, order: torch.Tensor, group: SingleRank
     ) -> None:
         """`cache_index`: index of the layer in the KV arena. `order`: order of the features in a head."""
-        super().__init__(layer, index, config, group)
+        super().__init__(layer, config, group)
         source = layer.self_attn
         self.cache_index, self.head_dim, self.scaling = cache_index, source.head_dim, source.scaling
         self.attention = _attention_kind(source, config)

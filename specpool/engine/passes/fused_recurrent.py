@@ -1,6 +1,6 @@
-"""What recurrent layers of the fused pass share: the short convolution, and their checkpoints and tails in the cache.
+"""The base of recurrent layers in the fused pass: the short convolution, and checkpoints and tails in the cache.
 
-Everything runs row by row in one order of operations, so the bits of a row depend only on the rows of its sequence.
+Rows run one by one in a fixed order of operations, so the bits of a row depend only on the rows of its sequence.
 `specpool.engine.cache.checkpoints` plans where the recurrence of each span begins, and which state it keeps.
 """
 
@@ -27,11 +27,9 @@ class RecurrentLayer(DecoderLayer):
     out: Linear
     """The last linear layer."""
 
-    def __init__(
-        self, layer: Any, index: int, recurrent_index: int, convolution: Any, config: Any, group: SingleRank
-    ) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, convolution: Any, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena. `convolution`: its module in transformers."""
-        super().__init__(layer, index, config, group)
+        super().__init__(layer, config, group)
         self.recurrent_index = recurrent_index
         self.taps: torch.Tensor = convolution.weight.detach()[:, 0].T.float().contiguous()
         """Weights of the convolution, [taps, features], oldest position first."""
@@ -60,7 +58,7 @@ class RecurrentLayer(DecoderLayer):
     def _run_segments(
         self, batch: PackedBatch, inputs: torch.Tensor, gates: torch.Tensor, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Run all rows, and keep their checkpoints and tails. Return the results of the recurrence, [rows, *shape].
+        """Run all rows, and write their checkpoints and tails. Return the results of the recurrence, [rows, *shape].
 
         `inputs`: of the convolution, [rows, features]. `gates`: float32 [rows, gates].
         """

@@ -27,15 +27,15 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "w3": "up_proj",
     }
 )
-"""Names of modules in other families, by their name in LFM2."""
+"""Names of modules in other families, by LFM2's name."""
 
 
 class FusedShortConv(RecurrentLayer):
     """A decoder layer with a gated short convolution. Its only state is the inputs of the last positions."""
 
-    def __init__(self, layer: Any, index: int, recurrent_index: int, config: Any, group: SingleRank) -> None:
+    def __init__(self, layer: Any, recurrent_index: int, config: Any, group: SingleRank) -> None:
         """`recurrent_index`: index of the layer in the recurrent arena."""
-        super().__init__(layer, index, recurrent_index, layer.conv.conv, config, group)
+        super().__init__(layer, recurrent_index, layer.conv.conv, config, group)
         self.inputs, self.out = layer.conv.in_proj, layer.conv.o_proj
         """`inputs`: [gate of the convolution's inputs | gate of its results | inputs, hidden]."""
 

@@ -54,7 +54,7 @@ class PackedBatch:
     states: torch.Tensor | None = None
     """Output: bfloat16 states [rows, state layers, hidden]; None without state layers."""
     num_segments: int = 0
-    """Segments of recurrent layers, with padding; 0: the model has no recurrent layers."""
+    """Number of segments, padding included; 0: the model has no recurrent layers."""
     state_slots: torch.Tensor | None = None
     """Index in `states` by number of layers, [layers + 1] int32, on the device; -1: not recorded. For GPU kernels."""
 

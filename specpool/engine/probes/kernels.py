@@ -14,6 +14,7 @@ from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import GEMM_BACKENDS, Gemm, GemmBackend, cublas_rows_of
 from specpool.engine.passes.gpu.graphs import Capture
+from specpool.engine.passes.gpu.head_gemm import HeadGemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.kinds import FULL_ATTENTION, AttentionKind
 from specpool.engine.probes.inputs import ProbeInputs
@@ -71,7 +72,9 @@ def choose_gemms(
             "GEMM with %d outputs, %d inputs: %s, of %s",
             outputs, inputs, gemms[0].backends, ", ".join(allowed) or "none",
         )  # fmt: skip
-    all_agree = all(experts_agree(experts, sizes) for experts in _by_size(model))
+    all_agree = all(experts_agree(experts, sizes) for experts in _by_size(model)) and all(
+        head_gemm_agrees(gemm, sizes) for gemm in {each.weight.shape: each for each in model.head_gemms()}.values()
+    )
     return all_found and (all_agree or not exact)
 
 
@@ -79,13 +82,23 @@ def experts_agree(experts: GpuExperts, sizes: Sequence[int]) -> bool:
     """Return whether a row has the same bits in passes of these sizes, which also compiles the kernels of each."""
     x = ProbeInputs(experts.gate_up.weight).normal(sizes[-1], experts.gate_up.in_features)
     slots = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return _rows_agree(lambda rows: experts(rows, slots[: len(rows)]).partials[0], x, sizes)
+
+
+def head_gemm_agrees(gemm: HeadGemm, sizes: Sequence[int]) -> bool:
+    """Return whether a row has the same bits in passes of these sizes, which also compiles the kernels of each."""
+    weight, x = ProbeInputs(gemm.weight).gemm(gemm.out_features, gemm.in_features, sizes[-1])
+    probe = HeadGemm(weight.repeat(gemm.heads, 1, 1))
+    return _rows_agree(probe, x[:, None].repeat(1, gemm.heads, 1), sizes)
+
+
+def _rows_agree(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Return whether the last rows of `x` have the same bits in passes of these sizes."""
     try:
-        reference = experts(x, slots).partials
-        return all(
-            torch.equal(experts(x[-size:].clone(), slots[-size:]).partials, reference[:, -size:]) for size in sizes[:-1]
-        )
+        reference = run(x)
+        return all(torch.equal(run(x[-size:].clone()), reference[-size:]) for size in sizes[:-1])
     except Exception as error:  # the compiler for this GPU may raise anything
-        log.warning("expert kernels failed: %s", error)
+        log.warning("kernels failed: %s", error)
         return False
 
 
@@ -177,15 +190,16 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int, kind: A
     `arena`: the cache to imitate, left unchanged. `query_groups`: query heads per KV head. `max_length`: maximum
     positions of a sequence.
     """
-    cache = arena.keys[0]
-    numbers, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
+    cache, value_dim = arena.keys[0], arena.values[0].shape[2]
+    numbers, (kv_heads, _, dim), is_latent = ProbeInputs(cache), cache.shape, arena.latent_rank is not None
     borders = [border + step for border in (attention.SPLIT, 2 * attention.SPLIT) for step in (-1, 0, 1)]
     beyond = (kind.window or 0) + 2 * attention.SPLIT  # the first split is before the window
     positions = sorted({min(position, max_length - 1) for position in (*POSITIONS, *borders, beyond)})
     probed, columns = _two_copies(arena, numbers, positions[-1] + 1)
     probed.keys[0][:, columns] = numbers.normal(kv_heads, 1, positions[-1] + 1, dim)
-    tile, splits = attention.rows_per_tile(cache.dtype, query_groups), num_splits(positions[-1] + 1)
-    busy = -(-attention.BUSY_PROGRAMS // kv_heads)  # tiles from which one program handles all splits
+    tile, splits = attention.rows_per_tile(cache.dtype, query_groups, is_latent), num_splits(positions[-1] + 1)
+    blocks = attention.head_blocks(query_groups) if is_latent else kv_heads
+    busy = -(-attention.BUSY_PROGRAMS // blocks)  # tiles from which one program handles all splits
 
     def attend(row: torch.Tensor, position: int, tiles: Sequence[range], splits: int, slot: int = 0) -> torch.Tensor:
         """Attend from `row` at a position of the sequence in `slot`, among tiles. A tile lists its rows' positions."""
@@ -214,7 +228,7 @@ def attention_agrees(arena: KVArena, query_groups: int, max_length: int, kind: A
 
     for position in positions:
         seen = position + 1
-        cancelling = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
+        cancelling = numbers.cancelling(seen, kv_heads, value_dim)[numbers.order(seen)].transpose(0, 1)
         probed.values[0][:, columns[:, :seen]] = cancelling[:, None]
         ordinary = numbers.normal(query_groups * kv_heads, dim)
         uniform = torch.zeros_like(ordinary)  # weighs all positions equally, so values cancel
@@ -228,8 +242,9 @@ def _two_copies(arena: KVArena, numbers: ProbeInputs, length: int) -> tuple[KVAr
     (kv_heads, _, dim), size = arena.keys[0].shape, arena.page_size
     pages = -(-length // size)
     copies = KVArena(
-        1, kv_heads, 2 * pages * size, dim, arena.keys[0].dtype, arena.device, tables=(2, pages), page_size=size
-    )
+        1, kv_heads, 2 * pages * size, dim, arena.keys[0].dtype, arena.device, tables=(2, pages), page_size=size,
+        latent_rank=arena.latent_rank,
+    )  # fmt: skip
     copies.assign(0, 0, range(pages))
     copies.assign(1, 0, [pages + page for page in numbers.order(pages).tolist()])
     copies.flush()

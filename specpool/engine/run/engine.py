@@ -212,6 +212,7 @@ class Engine:
             return
         self.runner.plan_drafts(drafts_of(rounds))
         passes, tokens = self.draft_loop(logits, rounds, self.own_states)
+        self.runner.end_drafts(drafts_of(rounds))
         self.count_passes(passes, tokens)
 
     def count_passes(self, passes: int, tokens: int) -> None:

@@ -20,7 +20,7 @@ from specpool.engine.cache.memory import (
     weight_bytes,
 )
 from specpool.engine.cache.pages import PageTables
-from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SEQUENCE, RecurrentArena, tail_rows
+from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 GRAMMAR_BYTES_PER_TOKEN = 900
 """Measured bytes of llguidance's tokenizer per vocabulary token."""
-CHECKPOINTS_PER_SLOT = CHECKPOINTS_PER_SEQUENCE + 1
-"""Those of a sequence, and one for the prefix cache."""
 LENGTH_STEP = 512
 """A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
 
@@ -77,11 +75,10 @@ class CacheNeeds:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent states of all sequences and of the prefix cache."""
-        sizes, rows = self.facts.recurrent, tail_rows(page_size_of(self.facts.device))
-        if sizes is None:
+        if self.facts.recurrent is None:
             return 0
-        extra = (CHECKPOINTS_PER_SLOT - CHECKPOINTS_PER_SEQUENCE) * sizes.checkpoint_bytes(self.dtype)
-        return self.options.max_sequences * (sizes.sequence_bytes(self.dtype, rows) + extra)
+        rows = tail_rows(page_size_of(self.facts.device))
+        return self.options.max_sequences * self.facts.recurrent.slot_bytes(self.dtype, rows)
 
 
 LimitCache = Callable[[CacheNeeds], KVLimit]
@@ -154,8 +151,9 @@ def reserve_cache(
             facts.latent_rank,
         )
     except (RuntimeError, MemoryError) as error:
+        states = f" and recurrent states of {readable(footprint.states)}" if footprint.states else ""
         raise UnsupportedModelError(
-            f"a KV cache of {readable(footprint.kv + footprint.states)} cannot be allocated: {first_line(error)}"
+            f"a KV cache of {readable(footprint.kv)}{states} cannot be allocated: {first_line(error)}"
         ) from error
     tables = PageTables(options.max_sequences, longest, columns, page_size)
     tables.assign = arena.assign
@@ -183,10 +181,10 @@ def _affordable_columns(
     columns = min(full, limit.positions(per_token) // page_size * page_size)
     if columns < longest:
         needed = longest * (limit.position_bytes or per_token)
-        flags = "--max-sequences, --max-model-len" if limit.states else "--max-model-len"
+        flags = "--max-sequences or --max-model-len" if limit.states else "--max-model-len"
         raise SmallCacheError(
             f"{limit} is too small for a sequence of {longest} positions ({readable(needed)}): "
-            f"lower {flags} or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
+            f"lower {flags}, or raise {limit.flag} to {math.ceil(limit.least(needed) / 2**20)}MiB",
             limit.least(needed),
         )
     if columns < enough:

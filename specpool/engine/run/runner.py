@@ -85,13 +85,19 @@ class PassRunner:
         return [self._checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
 
     def plan_drafts(self, drafts: Sequence[Draft]) -> None:
-        """Plan the recurrence of the rows that a draft loop may run after the spans of these drafts."""
+        """Plan the recurrence of the rows that a draft loop may run after each draft's span."""
         if self._checkpoints is None:
             return
         for draft in drafts:
             count = draft.num_draft_tokens - 1  # the last token is not cached
             rows = Span(draft.span.slot, draft.span.end, [0] * count, 0, num_tentative=count)
             draft.segment = self._checkpoints.segment(rows, 0)
+
+    def end_drafts(self, drafts: Sequence[Draft]) -> None:
+        """Keep no checkpoints for drafts that ended before a draft loop ran any of their rows."""
+        for draft in drafts:
+            if self._checkpoints is not None and draft.segment is not None and len(draft.token_ids) < 2:
+                self._checkpoints.undo(draft.span.slot, draft.segment)
 
     def _with_states(self, batch: PackedBatch, spans: Sequence[Span]) -> PackedBatch:
         """The batch with the input of a feature draft, and memory for its own states."""

@@ -168,7 +168,7 @@ class SequenceEngine:
         num_states: int = 0,
         num_tentative: int = 0,
     ) -> Span:
-        """New tokens after the cached positions of a sequence. `states` and the numbers: see `Span`."""
+        """New tokens after the cached positions of a sequence. `states`, `num_states`, `num_tentative`: see `Span`."""
         slot = self.engine.slots[key]
         own_states = _take_own_states(slot, token_ids) if slot.own_states else None
         slot.token_ids[slot.num_cached_tokens :] = token_ids

@@ -1,4 +1,4 @@
-"""The part of the self-test that covers recurrent layers: states are the same in whatever rounds they were computed."""
+"""The part of the self-test that covers recurrent layers: states do not depend on the rounds that computed them."""
 
 import torch
 
@@ -14,7 +14,7 @@ DECODED = 2 * (DRAFTS + 1)
 
 
 def recurrence_agrees(engine: Engine, tokens: list[int]) -> bool:
-    """Whether rows and states have the same bits after rejected drafts, repeated rounds, and a cached prefix.
+    """Whether rows and states keep their bits after rejected drafts, repeated rounds and a cached prefix.
 
     `tokens`: random tokens, up to the maximum length of a sequence. True for models without recurrent layers.
     """
@@ -70,7 +70,7 @@ def _rounds_agree(engine: Engine, tokens: list[int], rows: torch.Tensor) -> bool
 
 
 def _prefix_agrees(engine: Engine, tokens: list[int], rows: torch.Tensor) -> bool:
-    """Whether a sequence continues exactly after a prefix that an earlier sequence has left in the cache."""
+    """Whether a sequence continues exactly after a prefix that an earlier sequence left in the cache."""
     engine.forget_all()  # the passes above have left pages in free slots
     for sequence in range(2):
         key, item = ("self-test", sequence), SequenceItem(0, 0, tuple(tokens), cache_namespace=b"self-test")

@@ -91,9 +91,8 @@ def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CAC
 def _spans(engine: Engine, slots: Sequence[Slot], rows: int) -> list[Span]:
     """Return spans of `rows` new tokens in total, spread over the slots; none if a slot is too small for its share.
 
-    Recurrent layers get a state before each span.
-
-    Tokens are random, because equal tokens would all choose the same experts.
+    Tokens are random, because equal tokens would all choose the same experts. Recurrent layers get a state before each
+    span.
     """
     counts = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
     room = min(engine.max_model_len, *map(engine.slots.capacity, slots))

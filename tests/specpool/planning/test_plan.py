@@ -278,6 +278,13 @@ def test_processes_accept_the_values(device: str) -> None:
     assert values["draft"]["enabled"] is True
 
 
+def test_values_say_which_target_has_the_mtp_layer() -> None:
+    target, drafts = model("org/target", 0.01, revision="f" * 40), [(model("mtp", 0.001), constant_acceptance(0.8, 4))]
+    values = yaml.safe_load(helm_values(make_plan(target, drafts, Terms([1, 8], 4, 0.001, shared=False))))
+    settings = DraftWorkerSettings(**values["draft"]["settings"], model="mtp", revision=values["draft"]["revision"])
+    assert (settings.target_model, settings.revision) == ("org/target", "f" * 40)
+
+
 def test_values_let_the_target_carry_a_draft_on_its_device(tmp_path: Path) -> None:
     models = (model(name, seconds, H200) for name, seconds in (("org/target", 0.01), ("org/draft", 0.001)))
     target, draft = models

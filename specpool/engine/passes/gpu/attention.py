@@ -4,6 +4,9 @@ Consecutive rows of a sequence share a tile with all query heads of a KV head, s
 them. A row's bits depend only on its positions, not on where its pages lie: splits and blocks start at fixed
 positions, and a block that a row does not see adds exactly zero. A tile skips blocks that end before the window of its
 first row.
+
+With latent attention, all query heads attend to one cached head, in blocks of heads. A key is loaded once: its first
+features are the value, too.
 """
 
 import torch
@@ -35,6 +38,8 @@ BUSY_PROGRAMS = 512
 MAX_PARTIAL_BYTES = 2**29
 # Larger heads need too many registers for one program to accumulate all splits.
 MAX_SERIAL_WIDTH = 128
+# With latent attention: query rows of a tile, counting each head. More would spill registers.
+LATENT_HEIGHT = 16
 
 
 def num_splits(length: int) -> int:
@@ -53,13 +58,18 @@ def tile_height(dtype: torch.dtype, groups: int) -> int:
     return max(16 if is_wide(dtype) else 64, power_of_two(groups))
 
 
-def rows_per_tile(dtype: torch.dtype, groups: int) -> int:
+def rows_per_tile(dtype: torch.dtype, groups: int, is_latent: bool = False) -> int:
     """Maximum rows of a sequence that share a tile."""
-    return tile_height(dtype, groups) // groups
+    return LATENT_HEIGHT // -(-groups // head_blocks(groups)) if is_latent else tile_height(dtype, groups) // groups
+
+
+def head_blocks(heads: int) -> int:
+    """Blocks of query heads that share a tile's rows with latent attention."""
+    return -(-heads // LATENT_HEIGHT)
 
 
 def attend_pages(
-    query: torch.Tensor,  # [rows, heads, dim]; overwritten by the result
+    query: torch.Tensor,  # [rows, heads, dim]; overwritten by the result, unless attention is latent
     arena: KVArena,
     layer: int,
     tile_begins: torch.Tensor,  # [tiles] first row
@@ -73,49 +83,63 @@ def attend_pages(
     kind: AttentionKind = FULL_ATTENTION,
     warps: int | None = None,
 ) -> torch.Tensor:
-    """Attend from every row in a tile to positions up to its own, in place. Return `query`."""
-    rows, heads, dim = query.shape
+    """Attend from every row in a tile to positions up to its own. Return the result [rows, heads, features of a value].
+
+    It replaces `query`, unless attention is latent.
+    """
+    (rows, heads, key_dim), is_latent = query.shape, arena.latent_rank is not None
     keys, values, tables = arena.keys[layer], arena.values[layer], arena.tables
-    kv_heads, columns, _ = keys.shape
-    assert columns * dim <= MAX_ELEMENTS, "the cache has more columns than attention can address"
-    groups = heads // kv_heads
-    width, height = power_of_two(dim), tile_height(query.dtype, groups)
+    (kv_heads, columns, _), dim = keys.shape, values.shape[2]
+    assert columns * key_dim <= MAX_ELEMENTS, "the cache has more columns than attention can address"
+    blocks = head_blocks(heads) if is_latent else kv_heads
+    groups, width, rotary = -(-heads // blocks), power_of_two(dim), key_dim - dim
     shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "WIDTH": width, "SPLIT": SPLIT,
              "WINDOW": kind.window or 0, "SINKS": kind.sinks is not None}  # fmt: skip
     options, sinks = launch_options(query.device), query if kind.sinks is None else kind.sinks
     tiles, splits = len(tile_begins), visible_splits(splits, kind.window)
     is_short = splits == 1 or (kind.window is not None and kind.window <= SPLIT)
-    serial = width <= MAX_SERIAL_WIDTH and (
-        is_short or tiles * kv_heads >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
+    serial = _can_be_serial(dim, is_latent) and (
+        is_short or tiles * blocks >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
     )
-    programs = 1 if serial else min(splits, -(-BUSY_PROGRAMS // (tiles * kv_heads)))
+    programs = 1 if serial else min(splits, -(-BUSY_PROGRAMS // (tiles * blocks)))
+    attended = query.new_empty(rows, heads, dim) if is_latent else query
     partials = stats = query  # unused by serial programs
     if not serial:
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
-    attend[(tiles, kv_heads, programs)](
+    resources = _resources(query, width, kind, groups, is_latent)
+    if warps is not None:
+        resources["num_warps"] = warps
+    attend[(tiles, blocks, programs)](
         query, keys, values, tables, tile_begins, tile_sizes, positions, slots, prefix_lengths, offsets,
-        partials, stats, sinks, scaling, columns, tables.shape[1], splits, rows,
-        **shape, SOFTCAP=kind.softcap, HEIGHT=height, BLOCK=_block(query.dtype, width, kind), PAGE=arena.page_size,
-        SERIAL=serial, **options, num_warps=warps or _warps(query.dtype, dim, architecture(query.device), kind),
-        num_stages=_stages(query.dtype, width),
+        attended, partials, stats, sinks, scaling, columns, tables.shape[1], splits, rows,
+        **shape, SOFTCAP=kind.softcap, ROTARY=rotary, ROTARY_WIDTH=max(16, power_of_two(rotary)) if rotary else 0,
+        PAGE=arena.page_size, SERIAL=serial, **options, **resources,
     )  # fmt: skip
     if not serial:
         combine_splits[(rows, heads)](
-            partials, stats, sinks, positions, slots, query, splits, **shape, **options, num_warps=1
+            partials, stats, sinks, positions, slots, attended, splits, **shape, **options, num_warps=1
         )  # fmt: skip
-    return query
+    return attended
 
 
 def captured_length(
-    rows: int, tiles: int, length: int, heads: int, kv_heads: int, dim: int, window: int | None = None
+    rows: int,
+    tiles: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None = None,
+    is_latent: bool = False,
 ) -> int:
     """Maximum positions per sequence in a captured pass: `length`, or fewer to limit the memory of partial results.
 
-    `window`: longest window of all layers.
+    `dim`: features of a value. `window`: longest window of all layers.
     """
-    splits, is_busy = num_splits(length), tiles * kv_heads >= BUSY_PROGRAMS
-    if is_busy and power_of_two(dim) <= MAX_SERIAL_WIDTH:
+    blocks = head_blocks(heads) if is_latent else kv_heads
+    splits, is_busy = num_splits(length), tiles * blocks >= BUSY_PROGRAMS
+    if is_busy and _can_be_serial(dim, is_latent):
         return length
     while splits > 1 and _partial_bytes(rows, visible_splits(splits, window), heads, dim) > MAX_PARTIAL_BYTES:
         splits //= 2
@@ -123,21 +147,45 @@ def captured_length(
 
 
 def scratch_bytes(
-    rows: int, length: int, heads: int, kv_heads: int, dim: int, tile_rows: int, window: int | None = None
+    rows: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    tile_rows: int,
+    window: int | None = None,
+    is_latent: bool = False,
 ) -> int:
     """Bytes of the partial results of the largest pass of up to `rows` rows that combines splits.
 
-    `tile_rows`: maximum rows of a tile. `window`: longest window of all layers.
+    `dim`: features of a value. `tile_rows`: maximum rows of a tile. `window`: longest window of all layers.
     """
     splits = visible_splits(num_splits(length), window)
-    if power_of_two(dim) > MAX_SERIAL_WIDTH:
+    if not _can_be_serial(dim, is_latent):
         return _partial_bytes(rows, splits, heads, dim)
-    rows = 0 if splits == 1 else min(rows, tile_rows * BUSY_PROGRAMS // kv_heads)
+    blocks = head_blocks(heads) if is_latent else kv_heads
+    rows = 0 if splits == 1 else min(rows, tile_rows * BUSY_PROGRAMS // blocks)
     return min(MAX_PARTIAL_BYTES, _partial_bytes(rows, splits, heads, dim))
+
+
+def _can_be_serial(dim: int, is_latent: bool) -> bool:
+    """Whether registers allow one program to accumulate all splits."""
+    return is_latent or power_of_two(dim) <= MAX_SERIAL_WIDTH
 
 
 def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
+
+
+def _resources(query: torch.Tensor, width: int, kind: AttentionKind, groups: int, is_latent: bool) -> dict[str, int]:
+    """Return the size of tiles, and the warps and pipeline stages of a program. `groups`: its query heads."""
+    dtype = query.dtype
+    if is_latent:
+        warps, stages = (16, 1) if is_wide(dtype) else (8, 3)
+        return {"HEIGHT": LATENT_HEIGHT, "BLOCK": BLOCK // 2, "num_warps": warps, "num_stages": stages}
+    warps = _warps(dtype, query.shape[2], architecture(query.device), kind)
+    return {"HEIGHT": tile_height(dtype, groups), "BLOCK": _block(dtype, width, kind), "num_warps": warps,
+            "num_stages": _stages(dtype, width)}  # fmt: skip
 
 
 def _warps(dtype: torch.dtype, dim: int, arch: int, kind: AttentionKind) -> int:

@@ -18,13 +18,14 @@ def _place_of(split, splits, WINDOW: tl.constexpr):
 
 @triton.jit
 def _attend_split(
-    q, keys, values, table, prefix, shift, begin, end, visible, scaling,
+    q, q_rotary, keys, values, table, prefix, shift, begin, end, visible, scaling,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROTARY: tl.constexpr, ROTARY_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's unnormalized sums of values, maximum scores, and softmax denominators over one split.
 
     `table`: the sequence's page table. Positions from `prefix` on are shifted right by `shift` logical columns.
+    `ROTARY`: features of a key that follow its value; 0: keys and values are separate.
     """
     feature, inside = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     peak = tl.full([HEIGHT], LOWEST, tl.float32)
@@ -42,11 +43,18 @@ def _attend_split(
         # Load the entry one block ahead, so no load of keys waits for a load of the same iteration. Keys are then
         # pipelined as deeply as with known addresses.
         page = tl.load(table + tl.minimum(start + BLOCK, end - 1) // PAGE)
-        offset = column[:, None] * DIM + feature[None, :]
+        offset = column[:, None] * (DIM + ROTARY) + feature[None, :]
         mask = (position[:, None] < end) & (feature[None, :] < DIM)
         k = tl.load(keys + offset, mask=mask, other=0.0)
-        v = tl.load(values + offset, mask=mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if ROTARY > 0:
+            v, rotary = k, tl.arange(0, ROTARY_WIDTH)
+            place = keys + column[:, None] * (DIM + ROTARY) + DIM + rotary[None, :]
+            k_rotary = tl.load(place, mask=(position[:, None] < end) & (rotary[None, :] < ROTARY), other=0.0)
+            score = tl.dot(q_rotary, tl.trans(k_rotary), input_precision="ieee")
+            score = tl.dot(q, tl.trans(k), score, input_precision="ieee") * scaling
+        else:
+            v = tl.load(values + offset, mask=mask, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
         if SOFTCAP is not None:
             score = softcapped(score, SOFTCAP)
         if WINDOW > 0:
@@ -67,12 +75,16 @@ def _attend_split(
 @triton.jit(do_not_specialize=["columns", "pages", "splits", "rows"])
 def attend(
     query, keys, values, tables, tile_begins, tile_sizes, positions, slots, prefix_lengths, offsets,
-    partials, stats, sinks, scaling, columns, pages, splits, rows,
+    attended, partials, stats, sinks, scaling, columns, pages, splits, rows,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROTARY: tl.constexpr, ROTARY_WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SERIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one KV head and the rows of one tile, over all or some splits."""
+    """Attend with the query heads of one KV head and the rows of one tile, over all or some splits.
+
+    With latent attention (`ROTARY` > 0), attend with a block of the query heads.
+    """
     if OVERLAP:
         gdc_wait()
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -81,17 +93,28 @@ def attend(
         row = tl.load(tile_begins + tile)
         position = tl.load(positions + row).to(tl.int32)
         prefix, shift = tl.load(prefix_lengths + row).to(tl.int32), tl.load(offsets + row).to(tl.int32)
-        first = kv_head.to(tl.int64) * columns * DIM
-        keys, values, table = keys + first, values + first, tables + tl.load(slots + row) * pages
+        table = tables + tl.load(slots + row) * pages
+        if ROTARY == 0:
+            first = kv_head.to(tl.int64) * columns * DIM
+            keys, values = keys + first, values + first
         line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
         own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
         visible, first_block = position + own, 0
         if WINDOW > 0:
             visible = position + tl.minimum(own, count - 1)  # lines without a row must see a position, too
             first_block = tl.maximum(position - WINDOW + 1, 0) // BLOCK * BLOCK
-        mask = (own < count)[:, None] & (feature < DIM)[None, :]
-        place = ((row + own) * HEADS + head)[:, None] * DIM + feature[None, :]
-        q = tl.load(query + place, mask=mask, other=0.0)
+        is_own = own < count
+        if HEADS % GROUPS != 0:
+            is_own &= head < HEADS
+        mask = is_own[:, None] & (feature < DIM)[None, :]
+        of_row = ((row + own) * HEADS + head)[:, None]
+        place = of_row * DIM + feature[None, :]
+        q = tl.load(query + of_row * (DIM + ROTARY) + feature[None, :], mask=mask, other=0.0)
+        q_rotary = q
+        if ROTARY > 0:
+            rotary = tl.arange(0, ROTARY_WIDTH)
+            source = query + of_row * (DIM + ROTARY) + DIM + rotary[None, :]
+            q_rotary = tl.load(source, mask=is_own[:, None] & (rotary < ROTARY)[None, :], other=0.0)
         if SERIAL:
             peak = tl.full([HEIGHT], LOWEST, tl.float32)
             denominator = tl.zeros([HEIGHT], tl.float32)
@@ -101,8 +124,8 @@ def attend(
                 if WINDOW > 0:
                     begin = tl.maximum(begin, first_block)
                 split_acc, split_peak, split_denominator = _attend_split(
-                    q, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK,
-                    PAGE, WINDOW, SOFTCAP,
+                    q, q_rotary, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT,
+                    BLOCK, PAGE, WINDOW, SOFTCAP, ROTARY, ROTARY_WIDTH,
                 )  # fmt: skip
                 new_peak = tl.maximum(peak, split_peak)
                 rescale, split_rescale = tl.exp(peak - new_peak), tl.exp(split_peak - new_peak)
@@ -111,7 +134,7 @@ def attend(
                 peak = new_peak
             if SINKS:
                 denominator += tl.exp(tl.load(sinks + head) - peak)
-            tl.store(query + place, (acc / denominator[:, None]).to(query.dtype.element_ty), mask=mask)
+            tl.store(attended + place, (acc / denominator[:, None]).to(attended.dtype.element_ty), mask=mask)
         else:
             end_split = tl.cdiv(position + count, SPLIT)
             for split in range(first_block // SPLIT + tl.program_id(2), end_split, tl.num_programs(2)):
@@ -120,14 +143,14 @@ def attend(
                 if WINDOW > 0:
                     begin = tl.maximum(begin, first_block)
                 acc, peak, denominator = _attend_split(
-                    q, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT, BLOCK,
-                    PAGE, WINDOW, SOFTCAP,
+                    q, q_rotary, keys, values, table, prefix, shift, begin, end, visible, scaling, DIM, WIDTH, HEIGHT,
+                    BLOCK, PAGE, WINDOW, SOFTCAP, ROTARY, ROTARY_WIDTH,
                 )  # fmt: skip
                 index = ((row + own) * splits + _place_of(split, splits, WINDOW)) * HEADS + head
                 tl.store(partials + index[:, None] * DIM + feature[None, :], acc, mask=mask)
-                tl.store(stats + index, peak, mask=own < count)
+                tl.store(stats + index, peak, mask=is_own)
                 denominators = stats + rows.to(tl.int64) * splits * HEADS
-                tl.store(denominators + index, denominator, mask=own < count)
+                tl.store(denominators + index, denominator, mask=is_own)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -10,8 +10,6 @@ from specpool.engine.passes.gpu.rows import summed
 
 # Added to the squared length of queries and keys.
 TINY = tl.constexpr(1e-6)
-# From here on, softplus(x) is x.
-LARGE = tl.constexpr(20.0)
 
 
 @triton.jit
@@ -33,6 +31,16 @@ def _work_row(at, segment, first_row, num_replayed, rows, TAIL_ROWS: tl.constexp
 
 
 @triton.jit
+def _softplus(x):
+    """Return log(1 + e^x), also where 1 + e^x rounds to 1."""
+    y = tl.exp(-tl.abs(x))
+    total = 1 + y
+    added = total - 1  # what is left of y, by which the logarithm is off
+    log = tl.where(added > 0, tl.log(total) * (y / tl.where(added > 0, added, 1.0)), y)
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
 def _prepare_gates(
     partials, gates, rates, biases, factors, at, row, work_row, replayed_row, kept_row, is_new, is_kept, end, rows,
     SIZE: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
@@ -44,8 +52,7 @@ def _prepare_gates(
     a = summed(partials, None, row, FIRST + HEADS + head, is_new & is_head, rows, SIZE, SPLITS, False)
     a += tl.load(biases + head, mask=is_head, other=0.0).to(tl.float32)
     b = summed(partials, None, row, FIRST + head, is_new & is_head, rows, SIZE, SPLITS, False)
-    softplus = tl.where(a > LARGE, a, tl.log(1 + tl.exp(tl.minimum(a, LARGE))))
-    log_decay = tl.load(rates + head, mask=is_head, other=0.0).to(tl.float32) * softplus
+    log_decay = tl.load(rates + head, mask=is_head, other=0.0).to(tl.float32) * _softplus(a)
     beta = 1 / (1 + tl.exp(-b))
     replayed = gates + replayed_row * 2 * HEADS + head
     log_decay = tl.where(is_new, log_decay, tl.load(replayed, mask=is_read, other=0.0))

@@ -1,4 +1,7 @@
-"""The decoder layers of a GPU model. A layer mixes rows of a sequence by attention or by a gated delta net."""
+"""The decoder layers of a GPU model.
+
+A layer mixes rows of a sequence by attention, by latent attention, or by a gated delta net.
+"""
 
 from typing import Any
 
@@ -9,12 +12,15 @@ from specpool.engine.cache.layout import page_size_of
 from specpool.engine.cache.recurrent import tail_rows
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
 from specpool.engine.passes.gpu.delta_net import run_segments
 from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gates import gated, gated_norm
 from specpool.engine.passes.gpu.gemm import Gemm
+from specpool.engine.passes.gpu.head_gemm import HeadGemm
+from specpool.engine.passes.gpu.latent import cache_latents, split_queries
 from specpool.engine.passes.gpu.rows import Addend, add_and_norm, rotate_and_cache
 from specpool.engine.passes.gpu.states import recorder_of
 from specpool.engine.passes.kinds import AttentionKind
@@ -33,7 +39,8 @@ class GpuLayer(nn.Module):
         is_recurrent = isinstance(fused, FusedDeltaNet)
         self.rotary: int = 0 if is_recurrent else fused.rotary
         """Index of the layer's rotary tables."""
-        mixer_class = GpuDeltaNet if is_recurrent else GpuAttention
+        is_latent = isinstance(fused, FusedLatentLayer)
+        mixer_class = GpuDeltaNet if is_recurrent else GpuLatentAttention if is_latent else GpuAttention
         self.mixer = mixer_class(fused, cache_index)
         mlp_class = GpuExperts if isinstance(fused.mlp, FusedExperts) else GpuMlp
         self.mlp = mlp_class(fused.mlp, fused.after_mlp, fused.group)
@@ -90,6 +97,50 @@ class GpuAttention(nn.Module):
             attended = gated(attended, qkv, self.qkv_bias, self.first_gate)
         branch: Addend = self.out(attended.flatten(1))
         return branch
+
+
+class GpuLatentAttention(nn.Module):
+    """Attention to cached latent vectors, from which keys and values would be computed."""
+
+    def __init__(self, fused: Any, cache_index: int | None = None) -> None:
+        """`fused`: the `FusedLatentLayer` whose weights it takes over."""
+        super().__init__()
+        self.cache_index: int = fused.cache_index if cache_index is None else cache_index
+        self.head_dim, self.scaling, self.eps = fused.head_dim, fused.scaling, fused.latent_eps
+        self.inputs, self.inputs_bias = Gemm(fused.inputs.weight), fused.inputs.bias
+        self.norms = fused.query_norm, fused.latent_norm
+        self.query_up, self.query_bias = None, None
+        if fused.query_up is not None:
+            self.query_up, self.query_bias = Gemm(fused.query_up.weight), fused.query_up.bias
+        self.key_up, self.value_up = (
+            HeadGemm(torch.stack([up.weight.detach() for up in ups])) for ups in (fused.key_ups, fused.value_ups)
+        )
+        self.out = BranchEnd(fused.out, "attended", fused.after_attention, fused.group)
+
+    def forward(self, normed: torch.Tensor, batch: PackedBatch, rotary: Rotary) -> Addend:
+        """Return the branch of normalized rows [rows, hidden]."""
+        arena, positions, slots, offsets = batch.arena, batch.positions, batch.slots, batch.offsets
+        partials, bias = self.inputs(normed), self.inputs_bias
+        latents = cache_latents(
+            partials, bias, self.norms, rotary, arena, self.cache_index, positions, slots, offsets, self.eps
+        )
+        if self.query_up is not None:
+            partials, bias = self.query_up(latents), self.query_bias
+        query = normed.new_empty(len(normed), self.key_up.heads, self.head_dim)
+        self.key_up(split_queries(partials, bias, rotary, positions, query, self.key_up.in_features), query)
+        attended = attend_pages(
+            query, arena, self.cache_index, batch.tile_begins, batch.tile_sizes, positions, slots,
+            batch.prefix_lengths, offsets, self.scaling, num_splits(batch.max_length),
+        )  # fmt: skip
+        branch: Addend = self.out(self.value_up(attended).flatten(1))
+        return branch
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes of the queries, before and after absorption, and of the attended vectors of a pass."""
+        ups, itemsize = (self.key_up, self.value_up), self.key_up.weight.element_size()
+        features = 2 * self.head_dim + sum(up.in_features + up.out_features for up in ups)
+        count: int = rows * self.key_up.heads * features * itemsize
+        return count
 
 
 class GpuDeltaNet(nn.Module):

@@ -23,14 +23,16 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.fused_latent import FusedLatentLayer
 from specpool.engine.passes.fused_layers import DecoderLayer, FusedLayer
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.experts import GpuExperts
 from specpool.engine.passes.gpu.gemm import MANY_ROWS, Gemm
 from specpool.engine.passes.gpu.graphs import Capture
+from specpool.engine.passes.gpu.head_gemm import HeadGemm
 from specpool.engine.passes.gpu.inputs import GpuEmbedding
-from specpool.engine.passes.gpu.layers import GpuDeltaNet, GpuLayer
+from specpool.engine.passes.gpu.layers import GpuDeltaNet, GpuLatentAttention, GpuLayer
 from specpool.engine.passes.gpu.rows import Addend, add_and_norm, cap_logits
 from specpool.engine.passes.gpu.states import recorder_of, with_state_slots
 from specpool.engine.passes.kinds import AttentionKind
@@ -47,7 +49,9 @@ def try_kernels(fused: FusedModel) -> None:
         raise RuntimeError(f"no kernels for {fused.uncompiled_layers}")
     weight, kv_heads, rows = fused.dense_embedding, fused.kv_heads, 1
     columns = page_size_of(weight.device)
-    arena = KVArena.of_one_sequence(1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device)
+    arena = KVArena.of_one_sequence(
+        1, kv_heads, columns, fused.head_dim, weight.dtype, weight.device, fused.latent_rank
+    )
     arena.flush()
     sizes, segments = fused.recurrent_sizes, list[Segment]()
     if sizes is not None:
@@ -78,14 +82,17 @@ class GpuModel(ForwardPass):
         `max_sequences`: maximum number of sequences in a pass, for models with recurrent layers.
         """
         super().__init__()
-        attending = [layer for layer in fused.layers if isinstance(layer, FusedLayer)]
+        attending = [layer for layer in fused.layers if isinstance(layer, FusedLayer | FusedLatentLayer)]
         first = attending[0]
         self.recurrent_sizes = fused.recurrent_sizes
         self.max_segments = 0 if self.recurrent_sizes is None else max_sequences
         """Maximum number of segments of recurrent layers in a pass; 0: there are no such layers."""
         self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
-        self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
+        self.latent_rank = fused.latent_rank
+        """Leading features of a cached key that are also its value, in latent attention; None: values are separate."""
+        self._value_dim, is_latent = fused.latent_rank or self.head_dim, fused.latent_rank is not None
+        self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads, is_latent)
         self.rotaries, self.softcap = [rotary(max_length) for rotary in fused.rotaries], fused.softcap
         for layer in attending:
             window = layer.attention.window
@@ -149,6 +156,10 @@ class GpuModel(ForwardPass):
         """All mixtures of experts, in the order of the pass."""
         return [module for module in self.modules() if isinstance(module, GpuExperts)]
 
+    def head_gemms(self) -> list[HeadGemm]:
+        """All GEMMs with a weight per head, in the order of the pass."""
+        return [module for module in self.modules() if isinstance(module, HeadGemm)]
+
     @property
     def supports_branches(self) -> bool:
         """Whether spans may be branches of their sequences. Recurrent layers cannot run them."""
@@ -159,8 +170,8 @@ class GpuModel(ForwardPass):
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
 
     def padded_shape(self, needed: Shape) -> Shape:
-        """Round every size up."""
-        return Shape(*map(self.padded_rows, needed))
+        """Round every size up but the segments, which no kernel is compiled for."""
+        return Shape(*map(self.padded_rows, needed))._replace(segments=needed.segments)
 
     def captured_length(self, shape: Shape, length: int) -> int:
         """Maximum positions of sequences, up to `length`, in a captured pass of this shape.
@@ -170,7 +181,16 @@ class GpuModel(ForwardPass):
         rows, tiles = shape.rows, shape.tiles
         groups = self.heads // self.kv_heads
         return min(
-            attention.captured_length(rows, tiles, length, groups * kv_heads, kv_heads, self.head_dim, self.window)
+            attention.captured_length(
+                rows,
+                tiles,
+                length,
+                groups * kv_heads,
+                kv_heads,
+                self._value_dim,
+                self.window,
+                self.latent_rank is not None,
+            )
             for kv_heads in self.group.kv_heads_of_ranks(self.kv_heads)
         )
 
@@ -186,11 +206,14 @@ class GpuModel(ForwardPass):
         parts: list[Gemm | GpuExperts] = [*self.gemms(), *self.experts()]
         partials = max(each.scratch_bytes(rows) for each in parts)
         partials += attention.scratch_bytes(
-            rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile, self.window
-        )
+            rows, length, self.heads, self.kv_heads, self._value_dim, self.rows_per_tile, self.window,
+            self.latent_rank is not None,
+        )  # fmt: skip
         segments = min(rows, self.max_segments)
         nets = [module for module in self.modules() if isinstance(module, GpuDeltaNet)]
         partials += max((net.scratch_bytes(rows, segments) for net in nets), default=0)
+        latents = [module for module in self.modules() if isinstance(module, GpuLatentAttention)]
+        partials += max((each.scratch_bytes(rows) for each in latents), default=0)
         return partials + self._exchanged_bytes(rows)
 
     def _exchanged_bytes(self, rows: int) -> int:

@@ -23,7 +23,7 @@ typedef struct {
     RoundedPart *rounded; /* the inputs of the next GEMM */
 } Activations;
 
-/* Features of a row that attention or the recurrence reads and writes. */
+/* Floats of a row that attention or the recurrence reads, and that it writes. */
 static int64_t projected_stride(const Layer *layer) {
     return layer->inputs.panels ? layer->inputs.outputs : layer->query_key_value.outputs;
 }
@@ -32,7 +32,7 @@ static int64_t attended_stride(const Model *model, const Layer *layer) {
     return layer->inputs.panels ? layer->out.inputs : HEADS(model) * HEAD_DIM;
 }
 
-/* The same, of the layer with most features. */
+/* The maximum over all layers. */
 static int64_t max_projected(const Model *model) {
     int64_t size = 0;
     for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++)

@@ -1,5 +1,5 @@
-/* Gated delta nets. Each value head has a state, a matrix [key_size, value_size]. A row decays the state, corrects what
-   its key reads from it towards its value, and returns what its query reads.
+/* Gated delta nets. Each value head has a state, a matrix [key_size, value_size]. A row decays the state, moves the
+   value that its key reads towards its own, and returns the value that its query reads.
 
    The recurrence runs row by row, with one order of additions per column of a state. So the bits of a row depend only on
    the tokens of its sequence, not on how a prompt was cut, and replayed rows give the same bits again. */

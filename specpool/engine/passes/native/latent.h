@@ -1,6 +1,6 @@
 /* Latent attention: see fused_latent.py. The cache holds one head of keys [columns, HEAD_DIM], and the first RANK features
    of a key are its value. Each query head has two GEMMs of its own, whose rows follow each other: one absorbs the weights
-   of keys into queries, one expands what attention returns into values.
+   of keys into queries, one expands attended latent vectors into values.
 
    All query heads attend to the same keys. They are divided into blocks of GROUPS heads, so a thread keeps the sums of a
    block in registers, and the blocks of a row share the keys in the cache of a core. */

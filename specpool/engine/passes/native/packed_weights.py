@@ -134,7 +134,7 @@ def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
 
 
 def numbers_of(layer: Any) -> dict[str, torch.Tensor | None]:
-    """The float32 numbers of a decoder layer beside its linear layers, by their names in the struct."""
+    """The float32 numbers of a decoder layer that no GEMM reads, by their names in the struct."""
     numbers = {name: getattr(layer, name, None) for name in (*NORMS, *RECURRENT_NUMBERS)}
     if isinstance(layer, FusedLayer):
         numbers["sinks"] = layer.attention.sinks

@@ -1,4 +1,4 @@
-/* What recurrent layers share: a short convolution, whose inputs come from new rows, from tails and from checkpoints. */
+/* The base of recurrent layers: a short convolution, whose inputs come from new rows, tails and checkpoints. */
 
 #include "rows.h"
 
@@ -17,7 +17,7 @@ typedef struct {
     int64_t first, size;
 } Range;
 
-/* The work of a task on a segment. */
+/* A task's work on a segment. */
 typedef struct {
     const Recurrence *pass;
     const RecurrenceSizes *sizes;

@@ -91,10 +91,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     if fused.is_eagle_head:
         return "cannot run the layers of EAGLE heads"
     if any(isinstance(layer, FusedKimiDeltaNet) for layer in fused.layers):
-        return "cannot run delta nets with a decay for each feature"
+        return "cannot run Kimi Delta Attention"
     layers = list(attention_layers(fused))
-    if not layers:
-        return "needs at least one layer that attends"
     names = ("gate_up", "gate_ups")
     gate_ups = [linears[name][0] for linears in _linears(fused) for name in names if name in linears]
     # The size in the unsharded model, so all ranks agree.
@@ -102,7 +100,8 @@ def shape_problem(fused: FusedModel) -> str | None:
     sizes = [("head_dim", layers[0].head_dim), ("hidden size", fused.norm.numel())]
     sizes += [
         (f"linear_{name}_head_dim", getattr(net, f"{name}_size"))
-        for net in delta_nets(fused)
+        for net in fused.layers
+        if isinstance(net, FusedDeltaNet)
         for name in ("key", "value")
     ]
     for name, size in [*sizes, *(("intermediate size", size) for size in intermediate)]:
@@ -135,11 +134,6 @@ def _latent_problem(layer: FusedLatentLayer) -> str | None:
 def attention_layers(fused: FusedModel) -> Iterator[FusedLayer | FusedLatentLayer]:
     """Yield the layers that attend."""
     return (layer for layer in fused.layers if isinstance(layer, FusedLayer | FusedLatentLayer))
-
-
-def delta_nets(fused: FusedModel) -> Iterator[FusedDeltaNet]:
-    """Yield the layers with gated delta nets."""
-    return (layer for layer in fused.layers if isinstance(layer, FusedDeltaNet))
 
 
 def _linears(fused: FusedModel) -> Iterator[dict[str, list[Any]]]:

@@ -55,7 +55,7 @@ class Device:
         return begun
 
     def spoil(self, segment: Segment) -> None:
-        """A failed pass leaves anything where it would have written."""
+        """Clear what a failed pass may have written."""
         if segment.write != NONE:
             self.states[segment.write] = None
             self.tails[segment.write_tail] = [None] * ROWS
@@ -147,7 +147,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(pick=picks, text=st.sampled_from([0, 1]), length=st.integers(1, 20), limit=limits)
     def prefill(self, pick: int, text: int, length: int, limit: int) -> None:
-        """Go on with a prompt, of which the prefix cache may hold more by now."""
+        """Continue a prompt. The prefix cache may hold more of it by now."""
         key, base = self._picked(pick)
         self.serve(key, base, TEXTS[text][base : base + length] or (0,), limit=limit, is_prefill=True)
 
@@ -230,7 +230,7 @@ def served(table: SlotTable, number: int, token_ids: Sequence[int], size: int = 
 
 @pytest.mark.parametrize(("size", "expected"), [(256, 1024), (1000, 1984), (4096, 0)])
 def test_long_prompts_leave_checkpoints_at_intervals(size: int, expected: int) -> None:
-    """The first at or after each multiple of 1,024 positions, as far as pieces end there, and the prompt's end."""
+    """They are at the first end of a piece after each multiple of 1,024 positions, and at the end of the prompt."""
     table = table_of(4, 12)
     served(table, 0, range(3000), size)
     assert served(table, 1, range(3010), size) == 2976  # the last page border in the prompt

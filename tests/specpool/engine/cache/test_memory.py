@@ -23,7 +23,7 @@ def test_too_small_kv_memory_is_refused_with_sizes(tiny_pair: tuple[Path, Path])
     columns, size = engine.layout.arena.columns, memory.readable(needed)
     assert refusal(tiny_pair[0], kv_memory=needed - 1) == (
         f"--kv-memory of {memory.readable(needed - 1)} is too small for a sequence of {columns} positions ({size}): "
-        f"lower --max-model-len or raise --kv-memory to {math.ceil(needed / 2**20)}MiB"
+        f"lower --max-model-len, or raise --kv-memory to {math.ceil(needed / 2**20)}MiB"
     )
 
 

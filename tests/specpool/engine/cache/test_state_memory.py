@@ -47,8 +47,9 @@ def test_limits_include_states(folder: Path, option: str, caplog: pytest.LogCapt
     assert states_of(engine) == whole.states
     assert f"states {readable(whole.states)}" in caplog.text
     message = refusal(folder, **options, **{option: least - 1})
-    assert f"less {readable(whole.states)} of recurrent states" in message
-    assert "lower --max-sequences, --max-model-len or raise" in message
+    assert f"less {readable(whole.states)} of recurrent states, " in message
+    assert ",," not in message
+    assert f"lower --max-sequences or --max-model-len, or raise --{option.replace('_', '-')} to " in message
 
 
 @pytest.mark.parametrize("option", ["kv_memory", "memory_budget", "draft_kv_memory"])

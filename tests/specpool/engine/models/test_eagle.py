@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from eagle_heads import HIDDEN, ROWS, VOCAB, ReferenceHead, save_eagle_head, save_tensors
-from feature_drafts import encoded_states, random_states
-from interpreted_kernels import choose, run_by_kernels
+from feature_drafts import check_kernels, encoded_states, random_states
+from interpreted_kernels import choose
 from safetensors.torch import load_file
 from tiny_models import edited_weights, load_engine, random_tokens, refusal, save_model, small_config
 from torch.nn.functional import rms_norm
@@ -16,8 +16,7 @@ from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.gpu.model import GpuModel, try_kernels
-from specpool.engine.run import pass_selection, sequences
+from specpool.engine.run import sequences
 from specpool.engine.sampling.head import Head
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 
@@ -95,25 +94,7 @@ def test_steps_on_a_gpu_choose_the_same_tokens(tmp_path: Path, llama: Path, monk
 
 @pytest.mark.parametrize("name", ["1", "3", "3.1, speculator", "3.1, extended"])
 def test_kernels_run_heads(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Logits, own states and draft tokens are those of the fused pass."""
-    pytest.importorskip("triton")
-    head = save_eagle_head(tmp_path / "head", **FORMATS[name])
-    options = {"exact": False, "target_model": str(llama), "max_sequences": 3, "max_model_len": 32}
-    fused, tokens = load_engine(head, **options), random_tokens(12)
-    assert fused.loaded.features is not None
-    given = random_states(12, fused.loaded.features.width, 0.4)
-    spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
-    item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
-    expected, own_states = fused.forward(spans), fused.own_states
-    ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
-    run_by_kernels(monkeypatch)
-    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
-    engine = load_engine(head, cuda_graphs=False, **options)
-    assert isinstance(engine.forward_pass, GpuModel)
-    torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(engine.own_states, own_states, atol=2e-5, rtol=1e-4)
-    ((actual,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
-    assert actual.draft_token_ids == proposal.draft_token_ids
+    check_kernels(monkeypatch, save_eagle_head(tmp_path / "head", **FORMATS[name]), llama)
 
 
 def test_a_head_without_embeddings_takes_those_of_its_target(tmp_path: Path, llama: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_drafts import encoded_states, random_states
-from interpreted_kernels import run_by_kernels
+from feature_drafts import check_kernels, encoded_states, random_states
 from mtp_models import FAMILIES, GLM, ReferenceMtp, save_mtp_target
 from packed_checkpoints import FORMATS
 from pydantic import ValidationError
@@ -23,9 +22,7 @@ from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.draft_parts import Features
 from specpool.engine.models.preflight import InvalidOptionError, check_target
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.protocol.rounds import ProposeItem, ProposeRound
 from target_worker.loading import load_pair
 
@@ -169,10 +166,13 @@ def test_experts_may_be_stored_together(tmp_path: Path) -> None:
         ({"shared_head.norm.weight": None}, "lack 1 of the model's weights: model.layers.2.shared_head.norm.weight"),
         ({"mlp.gate.weight": torch.ones(4, 3)}, "model.layers.2.mlp.gate.weight (of shape [4, 64], not [4, 3])"),
         ({"extra.weight": torch.ones(3)}, "that the configured model does not use: model.layers.2.extra.weight"),
-        ({"eh_proj.weight": torch.ones(64, 128).char()}, "model.layers.2.eh_proj.weight has the type I8, not a float"),
+        (
+            {"eh_proj.weight": torch.ones(64, 128).char()},
+            "model.layers.2.eh_proj.weight is stored as I8, but config.json names no",
+        ),
         (
             {"self_attn.q_proj.weight": torch.ones(64, 64).to(torch.float8_e4m3fn)},
-            "model.layers.2.self_attn.q_proj.weight has the type F8_E4M3, not a float",
+            "model.layers.2.self_attn.q_proj.weight is stored as F8_E4M3, but config.json names no",
         ),
     ],
 )
@@ -204,9 +204,9 @@ def test_targets_without_a_layer_are_refused(tmp_path: Path, family: str, change
 def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
     for options, reason in (
         ({"target_model": str(glm), "fused": False}, "fused: mtp needs the fused pass"),
-        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel: mtp runs on one rank"),
-        ({}, "model mtp is the MTP layer of a target: set target_model"),
-        ({"target_model": "mtp"}, "model mtp is the MTP layer of a target: set target_model"),
+        ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel must be 1 with model mtp"),
+        ({}, "model mtp needs target_model, the model that has the MTP layer"),
+        ({"target_model": "mtp"}, "model mtp needs target_model, the model that has the MTP layer"),
     ):
         with pytest.raises(ValidationError, match=reason):
             EngineOptions.model_validate({"model": "mtp", **options})
@@ -231,7 +231,9 @@ def test_checkpoints_without_the_layer_are_refused_before_loading(glm: Path) -> 
         check_target(TargetOptions(model=str(glm), draft="mtp"))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_int8_activations_are_refused(tmp_path: Path, family: str) -> None:
     assert "activations: int8 needs" in mtp_refusal(save_mtp_target(tmp_path, family), activations="int8")
 
@@ -259,28 +261,8 @@ def test_a_quantized_layer_is_dequantized(tmp_path: Path, glm: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # experts compute nothing for padding, and leave memory as it was
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite")), "qwen3_5_text"]
+)
 def test_kernels_run_layers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, own states and draft tokens are those of the fused pass."""
-    pytest.importorskip("triton")
-    target = save_mtp_target(tmp_path, family)
-    options: dict[str, Any] = {
-        "exact": False, "target_model": str(target), "max_sequences": 3, "max_model_len": 32, "native": False,
-    }  # fmt: skip
-    fused, tokens, given = (
-        load_engine(Path("mtp"), **options),
-        random_tokens(12),
-        random_states(12, HIDDEN, 0.4),
-    )
-    spans = [Span(2, 0, tokens, 12, states=given), Span(0, 0, tokens[:3], 1)]
-    item = ProposeItem(1, 0, tuple(tokens), num_draft_tokens=4, features=encoded_states(given))
-    expected, own_states = fused.forward(spans), fused.own_states
-    ((proposal,),) = Proposer(fused).propose([ProposeRound("c", 1, [item])])
-    run_by_kernels(monkeypatch)
-    monkeypatch.setattr(pass_selection, "why_no_kernels", try_kernels)  # raises if they cannot run
-    engine = load_engine(Path("mtp"), cuda_graphs=False, **options)
-    assert isinstance(engine.forward_pass, GpuModel)
-    torch.testing.assert_close(engine.forward(spans), expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(engine.own_states, own_states, atol=2e-5, rtol=1e-4)
-    ((actual,),) = Proposer(engine).propose([ProposeRound("c", 1, [item])])
-    assert actual.draft_token_ids == proposal.draft_token_ids
+    check_kernels(monkeypatch, Path("mtp"), save_mtp_target(tmp_path, family))

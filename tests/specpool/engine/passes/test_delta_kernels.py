@@ -89,15 +89,21 @@ class Runner:
 
 
 def rounds(chance: random.Random) -> Iterator[list[Span]]:
-    """Prompts in chunks, then verifications that keep some of their draft tokens, until all sequences are complete."""
+    """Prompts in chunks, then verifications that keep some of their draft tokens, until all sequences are complete.
+
+    Some spans, as of a draft model, only have draft tokens.
+    """
     lengths = [0] * SLOTS
     while min(lengths) < LENGTH:
         spans = []
         for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
-            committed = min(LENGTH - lengths[slot], 1 if lengths[slot] > 9 else chance.randint(1, 9))
-            drafts = min(LENGTH - lengths[slot] - committed, chance.randint(0, DRAFTS) if lengths[slot] else 0)
-            if committed:
-                spans.append(Span(slot, lengths[slot], [0] * (committed + drafts), 1, num_tentative=drafts))
+            is_prompt, room = lengths[slot] <= 9, LENGTH - lengths[slot]
+            committed = min(room, chance.randint(1, 9) if is_prompt else chance.randint(0, 1))
+            drafts = min(room - committed, chance.randint(0, DRAFTS) if lengths[slot] else 0)
+            if committed + drafts:
+                num_logits = chance.randint(0, 1) if is_prompt and not drafts else 1
+                token_ids = [0] * (committed + drafts)
+                spans.append(Span(slot, lengths[slot], token_ids, num_logits, num_tentative=drafts))
         if spans:
             yield spans
             if chance.random() < 0.3:
@@ -139,3 +145,15 @@ def test_segments_without_rows_touch_nothing() -> None:
     segments = torch.zeros(4, len(Segment._fields), dtype=torch.int64)
     run_segments(layer.partials[:, 0], runner.arena, 0, segments, layer.taps, layer.rates, layer.biases)
     assert all(map(torch.equal, tensors, before))
+
+
+def test_small_time_steps_are_not_rounded_off() -> None:
+    layer = Layer.random(8, 16, torch.float32, 1)
+    heads = len(layer.rates)
+    runner, steps = Runner(layer, torch.float32), torch.linspace(-25.0, 5.0, ROWS)
+    layer.biases.zero_()
+    layer.partials[0, 0, :ROWS, -heads:] = steps[:, None]
+    runner.run([Span(0, 0, [0] * ROWS, 0, num_tentative=ROWS)])
+    expected = layer.rates.double() * softplus(steps.double())[:, None]
+    found = runner.arena.gates[0, 0, :, :heads].double()
+    torch.testing.assert_close(found, expected, atol=0.0, rtol=1e-6)

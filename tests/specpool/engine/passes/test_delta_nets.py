@@ -60,7 +60,7 @@ def test_logits_match_transformers(engine: Engine, folder: Path) -> None:
 
 
 def test_states_reach_across_passes(engine: Engine) -> None:
-    """Without them, all other tests of bits would prove little."""
+    """If states did not matter, the other tests of bits would prove little."""
     tokens = random_tokens(LENGTH)
     expected = engine.forward([Span(0, 0, tokens, 1)])
     engine.forward([Span(0, 0, tokens[:-1], 0)])
@@ -112,14 +112,14 @@ def test_repeated_rounds_have_equal_bits(engine: Engine) -> None:
 
 
 def test_passes_may_have_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GEMMs need it on some processors. It caches the keys and values of the first row again."""
+    """GEMMs need padding on some processors. It caches the keys and values of the first row again."""
     monkeypatch.setattr(batch_invariance, "ROW_TILES", (Tiles(min_rows=16, row_multiple=16),))
     engine = load_torch_engine(save_delta_net(tmp_path))
     assert engine.bitwise
     assert rows_that_differ(engine) == 0
 
 
-def test_heads_for_several_tokens_are_not_part_of_the_model(tmp_path: Path) -> None:
+def test_mtp_layers_are_not_part_of_the_model(tmp_path: Path) -> None:
     options = EngineOptions(model=str(save_delta_net(tmp_path, "qwen3_5_moe_text")), device="cpu")
     expected = weights_fingerprint(load_model(options))
     with edited_weights(tmp_path) as weights:

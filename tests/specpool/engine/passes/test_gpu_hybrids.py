@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_nets import save_delta_net
+from delta_nets import save_delta_net, save_recurrent
 from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
 from tiny_models import load_engine, random_tokens, transformers_logits
 from transformers import AutoModelForCausalLM
@@ -16,6 +16,7 @@ from specpool.engine.passes.gpu import layers
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.delta_net import run_segments
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.packing import Shape
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 
@@ -38,14 +39,10 @@ def assert_rounds_have_the_bits_of(engine: Engine, expected: torch.Tensor, token
         [Span(2, 5, tokens[5:6], 1), Span(0, 10, tokens[10:14], 4)],
     ]
     rows = [engine.forward(spans) for spans in rounds]
-    found = {1: rows[0][:1], 5: rows[0][1:3], 10: rows[1][:4], 14: rows[3][1:]}
-    assert torch.equal(rows[0][0], expected[2])
-    assert torch.equal(found[5], expected[4:6])
-    assert torch.equal(found[10], expected[6:10])
-    assert torch.equal(rows[1][4:], expected[3:5])
+    assert torch.equal(rows[0][:3], expected[[2, 4, 5]])
+    assert torch.equal(rows[1], expected[[6, 7, 8, 9, 3, 4]])
     assert torch.equal(rows[2], expected[6:10])
-    assert torch.equal(rows[3][:1], expected[5:6])
-    assert torch.equal(found[14], expected[10:14])
+    assert torch.equal(rows[3], expected[[5, 10, 11, 12, 13]])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -71,6 +68,25 @@ def test_kernels_are_tried_before_they_take_over_weights(tmp_path: Path) -> None
     try_kernels(FusedModel(model))
 
 
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+def test_layers_without_kernels_run_on_torch_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(forward, "runs_kernels", lambda device: True)
+    folder, tokens = save_recurrent(tmp_path, name), random_tokens(LENGTH)
+    engine = load_engine(folder, native=False, max_sequences=3, max_model_len=32)
+    assert isinstance(engine.forward_pass, FusedModel)
+    assert engine.bitwise
+    assert ["no kernels for" in note for note in engine.notes] == [True]
+    expected = engine.forward([Span(1, 0, tokens, LENGTH)])
+    assert_rounds_have_the_bits_of(engine, expected, tokens)
+
+
+def test_passes_have_only_the_segments_that_memory_is_reserved_for(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_delta_net(tmp_path, **SMALL), attn_implementation="eager")
+    assert GpuModel(FusedModel(model), 32, max_sequences=3).padded_shape(Shape(9, 3, 3, 3)) == Shape(16, 8, 8, 3)
+
+
 def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeGraphs()
     imitate_kernels(monkeypatch)
@@ -93,7 +109,7 @@ def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_the_self_test_covers_the_recurrence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """The planted bug rounds otherwise in passes of several sequences."""
+    """The planted bug rounds differently in passes of several sequences."""
 
     def run(partials: torch.Tensor, *others: Any) -> torch.Tensor:
         is_batch = int((others[2][:, 1] > 0).sum()) > 1

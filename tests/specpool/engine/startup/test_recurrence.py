@@ -1,4 +1,4 @@
-"""The self-test notices states that a rejection, a repeated round, a prefix hit or the cut of a prompt changes."""
+"""The self-test detects states that depend on rejections, repeated rounds, prefix hits or the cuts of a prompt."""
 
 from collections.abc import Callable, Sequence
 
