@@ -54,7 +54,8 @@ def compare_rejections(findings: Findings, engine: Engine, settings: Settings, l
             spans = [verification(slot, texts[slot], ends[slot], accepted[slot]) for slot in range(count)]
             ends = [end + 1 + kept for end, kept in zip(ends, accepted, strict=True)]
             for rows in run_repeatedly(engine, partial(list, [spans]), how):
-                runs.append({(slot, at): row for (slot, at), row in rows.items() if at < ends[slot]})
+                places = [(slot, at) for slot, at in reference if at < ends[slot] and (slot, at) in rows]
+                runs.append({place: rows[place].clone() for place in places})  # a row would keep those of all slots
         facts = {"model": MODEL, "what": "rejections", "sequences": count, "positions": length, "how": how}
         add_row(findings, facts, reference, runs)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import forget_all, load_engine, random_tokens
 
 from specpool.engine.run.engine import Engine
+from specpool.engine.run.reservation import CHECKPOINTS_PER_SLOT
 from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem, VerifyRound
 from specpool.protocol.sampling import SamplingParams
 from specpool.testing import VOCAB_SIZE
@@ -186,3 +187,25 @@ def test_a_failed_pass_is_repeated_in_smaller_passes(
     fresh.max_num_batched_tokens = 4
     ((verdict,),) = verifier.verify([round_])
     assert verdict.token_ids == tokens[end + 1 : end + 10]
+
+
+def test_states_are_shared_only_within_a_namespace(fresh: Engine, plain: Answers) -> None:
+    """Others' prompts may evict a state, which costs time but changes no token."""
+    verifier, prompt, count = Verifier(fresh), PROMPTS[0], 0
+
+    def found(prompt: tuple[int, ...], namespace: bytes | None) -> tuple[int, tuple[int, ...]]:
+        nonlocal count
+        count += 1
+        item = VerifyItem(count, 0, prompt, cache_namespace=namespace)
+        ((verdict,),) = verifier.verify([VerifyRound("c", count, [item])])
+        verifier.release("c", None)
+        fresh.slots.check_integrity()
+        return verdict.prefix_length, verdict.token_ids
+
+    token_ids = plain[0][0][len(prompt) :][:1]
+    whole_pages = 0 if fresh.layout.is_padded else 64
+    assert [found(prompt, namespace) for namespace in (b"a", b"b", None)] == [(0, token_ids)] * 3
+    assert found(prompt, b"a") == (whole_pages, token_ids)
+    for seed in range(fresh.slots.total * CHECKPOINTS_PER_SLOT):
+        found(tuple(random_tokens(40, seed=1000 + seed)), b"c")
+    assert [found(prompt, b"a") for _ in range(2)] == [(0, token_ids), (whole_pages, token_ids)]

@@ -81,6 +81,7 @@ class _Types(BaseModel, from_attributes=True, strict=True):
     mlp_only_layers: list[int] | None = None
     model_type: str | None = None
     mtp_num_hidden_layers: int | None = Field(None, ge=0)
+    mtp_use_dedicated_embeddings: bool | None = None
     norm_eps: float | None = Field(None, ge=0, allow_inf_nan=False)
     n_routed_experts: int | None = Field(None, ge=0)
     n_shared_experts: int | None = Field(None, ge=0)

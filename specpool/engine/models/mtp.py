@@ -107,10 +107,15 @@ class _Builder:
 
     def _add_ends(self) -> None:
         """Add the target's embeddings and output head, unless the layer has its own."""
-        if EMBEDDING not in self.weights:
-            self.weights[EMBEDDING] = as_tensor(read_weight(self.target, self.target_config, EMBEDDING))
+        if getattr(self.target_config, "mtp_use_dedicated_embeddings", False) and EMBEDDING not in self.weights:
+            name = self.layout.stored_name(EMBEDDING)
+            raise UnsupportedModelError(f"{name} is missing, but mtp_use_dedicated_embeddings is True")
         if HEAD not in self.weights and (head := read_tensor(self.target, self.target_config, HEAD)) is not None:
             self.weights[HEAD] = head
+        if EMBEDDING not in self.weights:
+            self.weights[EMBEDDING] = as_tensor(read_weight(self.target, self.target_config, EMBEDDING))
+        elif HEAD not in self.weights:  # the target's is tied
+            self.weights[HEAD] = as_tensor(read_weight(self.target, self.target_config, EMBEDDING))
         self.config.tie_word_embeddings = HEAD not in self.weights
 
     def _check(self, report: Mapping[str, Any]) -> None:

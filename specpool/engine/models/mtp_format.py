@@ -26,7 +26,8 @@ class MtpLayout:
         """Return our name for a stored weight; None if it does not belong to the layer."""
         if not stored.startswith(self.prefix):
             return None
-        return _replaced(stored.removeprefix(self.prefix), self.replacements)
+        name = stored.removeprefix(self.prefix)
+        return _replaced(name, self.replacements) or (None if name.startswith("layers.") else name)
 
     def stored_name(self, own: str) -> str:
         """Return the name under which files keep one of our weights."""

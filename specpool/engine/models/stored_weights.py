@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from specpool.engine.config.architectures import KIMI_LINEAR
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import gguf_file_of
 from specpool.engine.models.checkpoint_quantization import DRAFT_METHOD, format_of, method_of
@@ -31,7 +32,8 @@ GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
 # Parameters that hold the rows of all experts, and the projections that they combine.
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Parts of names in Mixtral checkpoints, and their replacements in transformers.
-MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+BLOCK = ".block_sparse_moe."
+MIXTRAL = {BLOCK: ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 class StoredWeights(ABC):
@@ -121,6 +123,8 @@ class IntegerWeights(StoredWeights):
 
     def has_parameters_of(self, config: PreTrainedConfig) -> bool:
         """Return whether the names are those of transformers, as far as `find` can tell without reading."""
+        if config.model_type == KIMI_LINEAR:  # transformers joins and renames the weights of its delta nets
+            return False
         has_experts = any(".mlp.experts.0.gate_proj." in name for name in self._weights)
         return EMBEDDING in self._weights and (has_experts or config.model_type not in MIXTURES)
 
@@ -192,6 +196,8 @@ def stored_weights(
 
 
 def _expert_name(name: str) -> str:
+    if BLOCK not in name:
+        return name
     for old, new in MIXTRAL.items():
         name = name.replace(old, new)
     return name

@@ -104,6 +104,21 @@ def test_a_tied_head_is_that_of_the_target(tmp_path: Path) -> None:
     torch.testing.assert_close(rows, reference(tokens, reference.states(given))[0], atol=1e-4, rtol=1e-4)
 
 
+def test_names_and_keys_of_qwen_are_applied_or_refused(tmp_path: Path) -> None:
+    target, span = save_mtp_target(tmp_path, "qwen3_5_text", tie_word_embeddings=True), Span(0, 0, random_tokens(5), 5)
+    expected = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    edit_json(target, mtp_use_dedicated_embeddings=True)
+    reason = "mtp.embed_tokens.weight is missing, but mtp_use_dedicated_embeddings is True"
+    assert reason in mtp_refusal(target)
+    with edited_weights(target) as weights:
+        weights["mtp.embed_tokens.weight"] = 2 * weights["model.embed_tokens.weight"]  # which the norm undoes
+    found = load_engine(Path("mtp"), exact=False, target_model=str(target)).forward([span])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    with edited_weights(target) as weights:
+        weights |= {name: torch.ones(2, 2) for name in ("mtp.layers.1.other.weight", "mtp.gate.weight")}
+    assert "1 weights that the configured model does not use: mtp.gate.weight" in mtp_refusal(target)
+
+
 def test_text_parts_have_the_layer_of_their_checkpoint(tmp_path: Path) -> None:
     """In a checkpoint of Qwen3.5, the weights of the text part have a prefix, but those of the layer do not."""
     text = save_mtp_target(tmp_path, "qwen3_5_text")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from delta_nets import DELTA_NET_SIZES
+from delta_nets import DELTA_NET_SIZES, RECURRENT_MODELS
 from delta_nets import EXPERTS as DELTA_NET_EXPERTS
 from packed_checkpoints import FORMATS, INTEGERS, PackedFormat, mxfp4, save_packed
 from safetensors.torch import save_file
@@ -152,6 +152,15 @@ def test_reordered_inputs_of_delta_nets_stay_quantized(tmp_path: Path, architect
     assert quantized.bitwise
     assert (quantized.forward(span) - plain.forward(span)).abs().max() < 1e-4
     assert quantized.weights_fingerprint == plain.weights_fingerprint
+
+
+@pytest.mark.parametrize("name", ["lfm2", "kimi_linear"])
+def test_names_of_a_family_belong_to_quantized_weights_too(tmp_path: Path, name: str) -> None:
+    architecture, changes = RECURRENT_MODELS[name]
+    folders = save_packed(tmp_path, architecture, INTEGERS["int8"], **changes)
+    quantized, plain = (load_engine(folder, activations="float32") for folder in folders)
+    span = [Span(0, 0, random_tokens(9), 9)]
+    assert (quantized.forward(span) - plain.forward(span)).abs().max() < 1e-4
 
 
 LATENT = {

@@ -78,6 +78,8 @@ def save_latent(folder: Path, family: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.cpus
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_match_transformers_and_are_batch_invariant(tmp_path: Path, variant: str) -> None:
     folder, tokens = save_latent(tmp_path, *VARIANTS[variant]), random_tokens(150)
@@ -92,6 +94,8 @@ def test_logits_match_transformers_and_are_batch_invariant(tmp_path: Path, varia
         assert rows_that_differ(engine) == 0
 
 
+@pytest.mark.cpus
+@pytest.mark.thorough
 def test_branches_and_thread_counts_change_no_bit(tmp_path: Path) -> None:
     engine, tokens = load_engine(save_latent(tmp_path, *VARIANTS["glm"])), random_tokens(90)
     expected, before = decode_alone(engine, tokens), torch.get_num_threads()

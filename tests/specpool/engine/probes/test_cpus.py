@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 FILES = [
     *(
         f"tests/specpool/engine/passes/test_{name}.py"
-        for name in ("activations", "native", "native_delta_net", "panels")
+        for name in ("activations", "latent", "native", "native_delta_net", "panels")
     ),
     *(f"tests/specpool/engine/probes/test_{name}.py" for name in ("cpus", "batch_invariance")),
     "tests/specpool/engine/sampling/test_compiled_sampling.py",
