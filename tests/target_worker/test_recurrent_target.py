@@ -30,9 +30,9 @@ class Answers(list[Answer]):
         return "..."
 
 
-ENGINES: list[tuple[str, dict[str, Any]]] = [
+ENGINES: list[Any] = [
     ("qwen3_5_text", {}),
-    ("qwen3_5_text", {"native": False}),
+    pytest.param(("qwen3_5_text", {"native": False}), marks=pytest.mark.slow),
     ("qwen3_5_text", {"kv_layout": "padded"}),
     ("qwen3_next", {}),
     ("lfm2", {}),

@@ -67,7 +67,7 @@ class RecurrentArena:
     ) -> None:
         """`entries`: number of checkpoints. `rows`: rows of a tail. `dtype`: of inputs."""
         layers, inputs = sizes.layers, sizes.inputs
-        self.sizes, self.rows = sizes, rows
+        self.sizes, self.entries, self.rows = sizes, entries, rows
         self.states = zeros((layers, entries, *sizes.state), torch.float32, device)
         """States after each checkpoint's position, [layers, entries, heads, key size, value size]."""
         self.edges = zeros((layers, entries, sizes.taps - 1, inputs), dtype, device)

@@ -73,7 +73,7 @@ _VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = MappingProxyType(
         ),
     }
 )
-"""The supported values of keys, by family. transformers ignores other values of most of them."""
+"""Supported values of configuration keys, by family. transformers ignores most of the others."""
 
 
 def why_not_supported(read: Callable[[str], object]) -> str | None:

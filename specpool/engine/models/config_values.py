@@ -60,7 +60,7 @@ class _Rope(BaseModel, strict=True):
 
 
 class _LinearAttention(BaseModel, strict=True):
-    """Of Kimi Linear, which counts layers from 1."""
+    """The `linear_attn_config` of Kimi Linear, which counts layers from 1."""
 
     full_attn_layers: list[PositiveInt] | None = None
     kda_layers: list[PositiveInt] | None = None

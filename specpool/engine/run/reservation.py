@@ -120,7 +120,6 @@ def reserve_cache(
     needs = CacheNeeds(options, facts, dtype, others)
     limit = replace((limit_cache or own_limit)(needs), other_ranks=other_ranks)
     page_size = page_size_of(facts.device)
-    rows, entries = tail_rows(page_size), CHECKPOINTS_PER_SLOT * options.max_sequences
     spare = tiles.kv if layout.is_padded else 0
     length = min(facts.max_model_len, limit.max_model_len or facts.max_model_len)
     if options.max_model_len is None:
@@ -134,10 +133,8 @@ def reserve_cache(
     columns = _affordable_columns(longest, page_size, sequence, per_token, options, limit)
     footprint = replace(limit.included or others, kv=columns * per_token, states=needs.state_bytes)
     log.info("memory: %s", footprint)
-    recurrent = None
     try:
-        if facts.recurrent is not None:
-            recurrent = RecurrentArena(facts.recurrent, entries, options.max_sequences, rows, dtype, facts.device)
+        recurrent = _recurrent_arena(needs)
         arena = KVArena(
             facts.attention_layers,
             facts.kv_heads,
@@ -159,9 +156,17 @@ def reserve_cache(
     tables.assign = arena.assign
     checkpoints = None
     if recurrent is not None:
-        checkpoints = Checkpoints(options.max_sequences, entries, page_size, rows)
+        checkpoints = Checkpoints(options.max_sequences, recurrent.entries, page_size, recurrent.rows)
     slots = SlotTable(options.max_sequences, tables, facts.window, checkpoints)
     return ReservedCache(slots, layout(arena), footprint, length, grammar_bytes)
+
+
+def _recurrent_arena(needs: CacheNeeds) -> RecurrentArena | None:
+    sizes, slots, device = needs.facts.recurrent, needs.options.max_sequences, needs.facts.device
+    if sizes is None:
+        return None
+    rows = tail_rows(page_size_of(device))
+    return RecurrentArena(sizes, CHECKPOINTS_PER_SLOT * slots, slots, rows, needs.dtype, device)
 
 
 def _affordable_length(length: int, columns: int) -> int:

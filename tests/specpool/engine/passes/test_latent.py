@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.architectures import KIMI_LINEAR
 from specpool.engine.models.facts import read_facts
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.families import LATENT as FAMILIES
@@ -208,4 +209,5 @@ def test_a_cached_prefix_gives_the_same_token(pair: tuple[Engine, Engine]) -> No
 
 
 def test_every_family_is_tested() -> None:
-    assert {family for family, _ in VARIANTS.values()} == FAMILIES
+    """`test_delta_nets` tests Kimi Linear, which has other layers, too."""
+    assert {family for family, _ in VARIANTS.values()} == FAMILIES - {KIMI_LINEAR}
