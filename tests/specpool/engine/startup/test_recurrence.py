@@ -1,6 +1,7 @@
 """The self-test detects states that depend on rejections, repeated rounds, prefix hits or the cuts of a prompt."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,11 @@ Change = Callable[[Segment], Segment]
 plan = Checkpoints.segment
 
 
-@pytest.fixture(scope="module", params=[{}, {"native": False}, {"kv_layout": "padded"}, {"max_model_len": 16}], ids=str)
+LONG: list[dict[str, Any]] = [{}, {"native": False}, {"kv_layout": "padded"}]
+long_engines = pytest.mark.parametrize("engine", LONG, ids=str, indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*LONG, {"max_model_len": 16}], ids=str)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return load_engine(save_delta_net(tmp_path_factory.mktemp("delta_net")), max_sequences=2, **request.param)
 
@@ -45,18 +50,18 @@ def _late_state(segment: Segment) -> Segment:
     return segment._replace(write_position=segment.start + segment.num_rows)
 
 
+@long_engines
 @pytest.mark.parametrize("change", [_without_replay, _without_prefix, _late_state])
 def test_other_segments_fail(engine: Engine, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    if engine.max_model_len < 100 or (engine.layout.is_padded and change is _without_prefix):
-        pytest.skip("too short for a cached prefix")
+    if engine.layout.is_padded and change is _without_prefix:
+        pytest.skip("this layout caches no prefixes")
     monkeypatch.setattr(Checkpoints, "segment", lambda *arguments: change(plan(*arguments)))
     assert not agrees(engine)
 
 
+@long_engines
 def test_another_order_of_sums_in_long_pieces_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the bits of a state differ, as in a scan by chunks."""
-    if engine.max_model_len < 100:
-        pytest.skip("a sequence has no long piece")
     run = engine.runner.run
 
     def disturb(spans: Sequence[Span], *arguments: object) -> object:
