@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.distill.examples import Batch
+from specpool.engine.config.architectures import RECURRENT_LAYERS
 from specpool.engine.models.draft_folder import count_layers, draft_config
 
 FEATURE_LAYERS = "feature_layers"
@@ -74,6 +75,9 @@ def check_target(config: PreTrainedConfig, layers: list[int]) -> None:
         raise ValueError(f"model type {config.model_type} does not have the structure of Llama")
     if max(layers) >= config.num_hidden_layers:
         raise ValueError(f"{max(layers)} is not below {config.num_hidden_layers}, the number of the target's layers")
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    if config.model_type in RECURRENT_LAYERS and all(types[layer] != "full_attention" for layer in layers):
+        raise ValueError(f"{layers} are all recurrent; a draft needs at least one layer with attention")
 
 
 def check_weights(trained: dict[str, torch.Tensor], config: PreTrainedConfig) -> None:

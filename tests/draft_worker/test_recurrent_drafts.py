@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from delta_nets import save_delta_net
@@ -37,7 +38,7 @@ class Rounds:
         self.proposer.engine.slots.check_integrity()
         return proposal
 
-    def fresh(self, tokens: Sequence[int], **fields: int) -> Proposal:
+    def fresh(self, tokens: Sequence[int], **fields: Any) -> Proposal:
         self.proposer.release("c", [2])
         return self.propose(ProposeItem(2, 0, tuple(tokens), **fields))
 
@@ -50,8 +51,10 @@ class Rounds:
     def draft(self) -> tuple[int, ...]:
         """Draft after all tokens. Return the draft."""
         base = min(self.cached, len(self.tokens) - 1)
-        proposal = self._take(ProposeItem(1, base, tuple(self.tokens[base:]), num_draft_tokens=K))
-        assert proposal.draft_token_ids == self.fresh(self.tokens, num_draft_tokens=K).draft_token_ids
+        min_chance = self.chance.choice((0.0, 0.02, 0.9))  # which often end drafts early
+        fields: dict[str, Any] = {"num_draft_tokens": K, "min_chance": min_chance}
+        proposal = self._take(ProposeItem(1, base, tuple(self.tokens[base:]), **fields))
+        assert proposal.draft_token_ids == self.fresh(self.tokens, **fields).draft_token_ids
         return proposal.draft_token_ids
 
     def draft_ahead(self, unverified: tuple[int, ...]) -> None:

@@ -226,7 +226,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.model == MTP and self.target_model is None:
+        if self.model == MTP and self.target_model in (None, MTP):
             raise ValueError("model mtp needs target_model, the model that has the MTP layer")
         if self.model == MTP and self.tensor_parallel > 1:
             raise ValueError("tensor_parallel must be 1 with model mtp")

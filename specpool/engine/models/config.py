@@ -196,6 +196,8 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     experts = expert_count(config)
     if experts == 0 and config.model_type in MIXTURES - {"qwen3_next"}:  # all of its layers may be dense
         return "0 experts; it must have at least 1"
+    if experts and getattr(config, "n_shared_experts", None) == 0 and config.model_type in MIXTURES:
+        return "n_shared_experts 0; it must be at least 1"
     if experts and chosen is None and config.model_type in MIXTURES:
         return "no num_experts_per_tok"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:

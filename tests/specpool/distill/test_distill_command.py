@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from delta_nets import save_delta_net
 from test_distill import student_of, target_of
 from tiny_models import load_engine, save_model, small_config
 from tiny_pair import make_tiny_pair
@@ -196,6 +197,14 @@ def test_unsupported_target_architecture_is_refused(
     target = save_model(tmp_path / "target", small_config("gpt2", n_embd=64, n_head=4, n_layer=2))
     assert run(main, "--target", target, "--output", tmp_path / "draft") == 2
     assert "gpt2 does not have the structure of Llama" in capsys.readouterr().err
+
+
+def test_layers_without_attention_are_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_delta_net(tmp_path / "target")
+    assert run(main, "--target", target, "--output", tmp_path / "draft", "--layers", "0,2") == 2
+    assert "layers: [0, 2] are all recurrent; a draft needs at least one layer " in capsys.readouterr().err
 
 
 def test_feature_drafts_of_other_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

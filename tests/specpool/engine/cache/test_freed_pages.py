@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specpool.engine.cache.pages import PageTables
 from specpool.engine.cache.slots import SequenceKey, SlotTable
-from specpool.engine.passes.families import DELTA_NETS, FAMILIES, WINDOWED, longest_window
+from specpool.engine.config.architectures import RECURRENT_LAYERS
+from specpool.engine.passes.families import FAMILIES, WINDOWED, longest_window
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.run.sequences import SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem
@@ -137,7 +138,7 @@ def _keep(table: SlotTable, held: list[int], key: SequenceKey, num_cached_tokens
 
 
 @pytest.mark.parametrize("uses_windows", [True, False])
-@pytest.mark.parametrize("family", sorted(FAMILIES - DELTA_NETS))
+@pytest.mark.parametrize("family", sorted(FAMILIES - RECURRENT_LAYERS.keys()))
 def test_the_longest_window_is_that_of_all_layers(family: str, uses_windows: bool) -> None:
     known = AutoConfig.for_model(family)
     layers = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": uses_windows}

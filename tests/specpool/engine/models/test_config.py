@@ -75,6 +75,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ),
         ("mistral", "MistralForCausalLM", {"sliding_window": -1}, "sliding_window -1; it must be at least 1"),
         ("mixtral", "MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok 9; it must be from 1 to"),
+        ("glm4_moe", "Glm4MoeForCausalLM", {"n_shared_experts": 0}, "n_shared_experts 0; it must be at least 1"),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 5}, "n_group 5 and topk_group 1; n_group must divide its 128"),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 64}, "its best groups have only 2 experts"),
         ("glm4_moe", "Glm4MoeForCausalLM", {"n_group": 128}, "n_group 128; it must be 1 or at most half of its 128"),

@@ -206,6 +206,7 @@ def test_layers_run_on_one_rank_in_the_fused_pass(glm: Path) -> None:
         ({"target_model": str(glm), "fused": False}, "fused: mtp needs the fused pass"),
         ({"target_model": str(glm), "tensor_parallel": 2}, "tensor_parallel must be 1 with model mtp"),
         ({}, "model mtp needs target_model, the model that has the MTP layer"),
+        ({"target_model": "mtp"}, "model mtp needs target_model, the model that has the MTP layer"),
     ):
         with pytest.raises(ValidationError, match=reason):
             EngineOptions.model_validate({"model": "mtp", **options})
