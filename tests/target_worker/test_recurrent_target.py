@@ -19,7 +19,8 @@ from specpool.testing import VOCAB_SIZE
 from target_worker.verifier import Verifier
 
 SEQUENCES, MAX_LENGTH = 5, 200
-PROMPTS = [tuple(random_tokens(70) + random_tokens(length, seed=length)) for length in (3, 20, 50)]
+PROMPTS = [tuple(random_tokens(70) + random_tokens(length, seed=length)) for length in (3, 26, 50)]
+"""The second ends with a page."""
 SAMPLING = SamplingParams(temperature=1.5, seed=7, repetition_penalty=1.2)
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """A prompt and its answer, and the log-probabilities of the answer's tokens."""
