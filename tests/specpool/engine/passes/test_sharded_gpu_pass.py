@@ -149,7 +149,9 @@ def test_gemms_of_one_shape_are_proven_for_each_split_k(monkeypatch: pytest.Monk
     gemms = [Gemm(torch.randn(64, 256), split=split) for split in (False, True)]
     assert [gemm.split_k for gemm in gemms] == [1, 2]
     group = SimpleNamespace(ranks=1, in_parts=False)
-    model = SimpleNamespace(gemms=lambda: gemms, experts=list, group=group, padded_rows=lambda n: -(-n // 8) * 8)
+    model = SimpleNamespace(
+        gemms=lambda: gemms, experts=list, head_gemms=list, group=group, padded_rows=lambda n: -(-n // 8) * 8
+    )
     assert choose_gemms(model, 16, exact=True, preferred="cublas")  # type: ignore[arg-type]
     assert [gemm.backends for gemm in gemms] == ["cublas", "triton"]
 
