@@ -199,7 +199,9 @@ def _invalid_layers(config: PreTrainedConfig) -> str | None:
     if experts and getattr(config, "n_shared_experts", None) == 0 and config.model_type in MIXTURES:
         return "n_shared_experts 0; it must be at least 1"
     if experts and chosen is None and config.model_type in MIXTURES:
-        return "no num_experts_per_tok"
+        num_dense = getattr(config, "first_k_dense_replace", None) or 0
+        if num_dense < config.num_hidden_layers:
+            return "no num_experts_per_tok"
     if experts and isinstance(chosen, int) and not 1 <= chosen <= experts:
         return f"num_experts_per_tok {chosen}; it must be from 1 to its {experts} experts"
     groups, top_groups = getattr(config, "n_group", None), getattr(config, "topk_group", None)

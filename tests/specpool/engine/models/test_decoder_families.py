@@ -42,8 +42,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
 }
 """Changes that make a small configuration valid, or similar to published ones."""
-UNBUILT = {"dbrx", "gemma4_assistant"}
-"""Families whose class rejects its own defaults, or loads a different model from a saved configuration."""
+UNBUILT = {"dbrx", "gemma4_assistant", "qwen3_5", "qwen3_5_moe"}
+"""Families whose class rejects its own defaults, or loads a different model from a saved configuration.
+
+The sizes of wrappers such as `qwen3_5` are those of their text part; `test_vision_language.py` covers them.
+"""
 OPTIONAL = ("pad_token_id", "bos_token_id", "head_dim", "num_hidden_layers")
 SERVED = """
 afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm
