@@ -77,8 +77,12 @@ class CacheNeeds:
         """Bytes of the recurrent states of all sequences and of the prefix cache."""
         if self.facts.recurrent is None:
             return 0
-        rows = tail_rows(page_size_of(self.facts.device))
-        return self.options.max_sequences * self.facts.recurrent.slot_bytes(self.dtype, rows)
+        return self.options.max_sequences * self.facts.recurrent.slot_bytes(self.dtype, self.tail_rows)
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows of a tail of recurrent states."""
+        return tail_rows(page_size_of(self.facts.device))
 
 
 LimitCache = Callable[[CacheNeeds], KVLimit]
@@ -165,8 +169,7 @@ def _recurrent_arena(needs: CacheNeeds) -> RecurrentArena | None:
     sizes, slots, device = needs.facts.recurrent, needs.options.max_sequences, needs.facts.device
     if sizes is None:
         return None
-    rows = tail_rows(page_size_of(device))
-    return RecurrentArena(sizes, CHECKPOINTS_PER_SLOT * slots, slots, rows, needs.dtype, device)
+    return RecurrentArena(sizes, CHECKPOINTS_PER_SLOT * slots, slots, needs.tail_rows, needs.dtype, device)
 
 
 def _affordable_length(length: int, columns: int) -> int:
