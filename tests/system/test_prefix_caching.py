@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 from delta_nets import save_delta_net
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import make_prompt
 from pair_service import LogitsTap, PairService, running_pair, serving_coordinator, serving_pair
+from worker_service import PATIENCE_SECONDS, until
 
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
@@ -153,8 +155,14 @@ async def test_recurrent_models_reuse_prompts_and_common_beginnings(recurrent_mo
             assert await cached((*system, *make_prompt((expected + len(answers), 60)))) == [expected]
         assert await cached((*answers[3], 5, 6)) == [128]  # next turn
         assert await cached(make_prompt((9, 64)), n=3) == [0, 32, 32]
-        together = await cached(*((*other, *make_prompt((i, 40))) for i in range(2, 7)))
-        assert together[-2:] == [64, 64], together
+        await service.wait_idle()
+        window, all_entered = service.process.coordinator.lanes.first.window, Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(service.target.run(lambda backend: all_entered.wait(PATIENCE_SECONDS)))
+            together = tasks.create_task(cached(*((*other, *make_prompt((i, 40))) for i in range(2, 7))))
+            await until(lambda: window.occupied == 5)
+            all_entered.set()
+        assert together.result() == [0, 0, 64, 64, 64]
         assert (await service.client.server_info()).counters.cache_misses == 0
 
 
