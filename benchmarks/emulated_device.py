@@ -64,7 +64,7 @@ class EmulatedDevice(SequenceEngine):
             vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=MAX_ROWS, passes=0, tokens=0, realign_ns=0, realigning=nullcontext,
             can_draft=lambda drafts: False, draft_loop=None, supports_branches=True,
-            max_draft_tokens=MAX_MODEL_LEN, has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
+            has_states=False, facts=SimpleNamespace(layers=0, hidden_size=0),
             loaded=SimpleNamespace(tokenizer=self._tokenizer, features=None), own_states=None,
         )  # fmt: skip
 

@@ -47,7 +47,7 @@ class Proposer(SequenceEngine):
         given = target_states or {}
         rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         for item in (item for round_ in rounds for item in round_.items):
-            item.num_draft_tokens = min(item.num_draft_tokens, self.engine.max_draft_tokens)
+            item.num_draft_tokens = min(item.num_draft_tokens, self.engine.slots.max_draft_tokens)
         states = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         served = [
             {

@@ -86,7 +86,7 @@ class OwnDrafts:
         if item.prefill_only:
             return ()
         room = min(own.max_length, self._target.max_model_len) - item.end + len(item.draft_token_ids)
-        token_ids = draft.token_ids[: max(0, min(own.max_verified, room, self._target.max_draft_tokens))]
+        token_ids = draft.token_ids[: max(0, min(own.max_verified, room, self._target.slots.max_draft_tokens))]
         if not own.min_chance:
             return token_ids
         return likely_tokens(

@@ -57,7 +57,7 @@ class Verifier(SequenceEngine):
         rounds = [replace(round_, items=own_items(round_.items)) for round_ in rounds]
         continued = {key: found for round_ in rounds for key, found in self._continue(round_)}
         for item in (item for round_ in rounds for item in round_.items):
-            item.draft_token_ids = item.draft_token_ids[: self.engine.max_draft_tokens]
+            item.draft_token_ids = item.draft_token_ids[: self.engine.slots.max_draft_tokens]
         found = {} if self.drafts is None else self.drafts.select(rounds)
         realigned = [self.realign(round_.coordinator_id, round_.round_id, round_.items) for round_ in rounds]
         ready = {
@@ -117,7 +117,7 @@ class Verifier(SequenceEngine):
 
     def _forced(self, key: SequenceKey, item: VerifyItem) -> tuple[int, ...]:
         """Return the forced tokens after an item's draft tokens. Leaves the item as it is, for a repeated round."""
-        limit = min(item.max_draft_tokens, self.engine.max_draft_tokens) - len(item.draft_token_ids)
+        limit = min(item.max_draft_tokens, self.engine.slots.max_draft_tokens) - len(item.draft_token_ids)
         if item.prefill_only or limit <= 0:
             return ()
         return self.forced(key, item.token_ids + item.draft_token_ids, limit)

@@ -111,6 +111,6 @@ def test_drafts_are_no_longer_than_a_tail(draft: Engine) -> None:
     forget_all(draft, 2)
     rounds, prompt = Rounds(draft, random.Random(0)), random_tokens(35)
     long = rounds.fresh(prompt, num_draft_tokens=100).draft_token_ids
-    assert len(long) == draft.max_draft_tokens
+    assert len(long) == draft.slots.max_draft_tokens
     for count in (1, 20, len(long) - 1):
         assert rounds.fresh([*prompt, *long[:count]], num_draft_tokens=1).draft_token_ids == long[count : count + 1]

@@ -157,7 +157,7 @@ def fresh(engine: Engine) -> Engine:
 
 def test_long_drafts_are_verified_up_to_a_tail(fresh: Engine, plain: Answers) -> None:
     """The next round continues after any of the tokens."""
-    prompt, (tokens, _), rows = PROMPTS[0], plain[0], fresh.max_draft_tokens
+    prompt, (tokens, _), rows = PROMPTS[0], plain[0], fresh.slots.max_draft_tokens
     verifier, end = Verifier(fresh), len(PROMPTS[0])
     item = VerifyItem(0, 0, prompt, draft_token_ids=tokens[end : end + rows + 20])
     ((verdict,),) = verifier.verify([VerifyRound("c", 1, [item])])

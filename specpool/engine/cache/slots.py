@@ -86,6 +86,11 @@ class SlotTable:
     def in_use(self) -> int:
         return len(self._slots)
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Maximum number of draft tokens that a sequence can reject: those that fit in a tail of recurrent layers."""
+        return self.tables.max_length if self.checkpoints is None else self.checkpoints.rows
+
     def realign(self, key: SequenceKey, round_id: int, item: SequenceItem, columns: int) -> ItemStatus:
         """Truncate the sequence's cache to the item's `base_length` and provide pages for `columns`.
 

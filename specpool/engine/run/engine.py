@@ -178,12 +178,6 @@ class Engine:
         return self.forward_pass.supports_branches and not self.layout.is_padded and self.facts.recurrent is None
 
     @property
-    def max_draft_tokens(self) -> int:
-        """Maximum number of draft tokens that a sequence can reject: those that fit in a tail of recurrent layers."""
-        checkpoints = self.slots.checkpoints
-        return self.max_model_len if checkpoints is None else checkpoints.rows
-
-    @property
     def passes(self) -> int:
         """Forward passes so far, including those of a draft in progress."""
         return self._passes + (0 if self.draft_loop is None else self.draft_loop.passes_in_progress)
@@ -191,7 +185,7 @@ class Engine:
     def can_draft(self, drafts: Sequence[Draft]) -> bool:
         """Whether `draft` can run all steps of these drafts on the device, and that is faster than single steps."""
         loop, steps = self.draft_loop, max((draft.num_draft_tokens for draft in drafts), default=0)
-        if loop is None or not loop.min_draft_tokens <= steps <= self.max_draft_tokens:
+        if loop is None or not loop.min_draft_tokens <= steps <= self.slots.max_draft_tokens:
             return False
         if len(drafts) > self.max_num_batched_tokens:
             return False

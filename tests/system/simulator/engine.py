@@ -5,7 +5,6 @@ token ids, which the toy models read back, so that a wrong position leads to a w
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +38,6 @@ class ToyEngine:
 
     supports_branches = True
     vocab_size, max_num_batched_tokens = VOCAB_SIZE, 256
-    max_draft_tokens = sys.maxsize
     realign_ns = 0
     has_states, facts, draft_loop = False, SimpleNamespace(layers=0, hidden_size=0), None
     weights = "toy"
