@@ -24,7 +24,7 @@ from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
 from specpool.v1 import generation_pb2 as pb
 
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 # Default deadline of every call: a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
 # Settings that make draft lengths independent of the clock, and rounds of chance.

@@ -1,14 +1,22 @@
 """Targets that keep the states of recurrent layers after few positions: prefixes are found without a lost round."""
 
 import asyncio
+import math
 from typing import Any
 
+import pytest
 from replicas import replicas
 from serving import RecordingTarget, make_request, serving
 
 from specpool.v1 import common_pb2
 
 CHUNK = 48
+
+
+@pytest.fixture(autouse=True)
+def _long_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only `prefill_tokens` limit chunks, not the measured times of passes: states are kept where chunks end."""
+    monkeypatch.setattr("coordinator.scheduling.prefill.MAX_STEPS", math.inf)
 
 
 class CountingTarget(RecordingTarget):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from scraping import scrape
-from serving import RecordingTarget, Serving, make_request, serving
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.recording import recorder
@@ -22,7 +22,6 @@ from specpool.protocol.recordings import RecordedAnswer, read_shard, shards_in
 from specpool.rpc.ports import free_port
 from specpool.v1 import generation_pb2 as pb
 
-PATIENCE_SECONDS = 10
 ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
 PROMPT, SECRET = list(b"a secret prompt"), "request-of-anne"
 

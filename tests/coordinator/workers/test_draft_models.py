@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from draft_links import FakeLink, group_of, item, propose
+from serving import PATIENCE_SECONDS
 
 from coordinator.workers.draft_group import DraftGroup
 from coordinator.workers.draft_registry import MAX_DRAFTS, DraftRegistry
@@ -12,8 +13,6 @@ from coordinator.workers.interface import Cause, WorkerUnreachableError
 from specpool.drafting.draft_models import DraftModel
 from specpool.protocol.rounds import ItemStatus
 from specpool.protocol.worker_info import WorkerInfo
-
-PATIENCE_SECONDS = 20
 
 
 def two_models(**knobs: Any) -> tuple[FakeLink, FakeLink, DraftGroup, list[DraftModel]]:
