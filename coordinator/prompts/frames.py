@@ -33,7 +33,7 @@ class Kind(IntEnum):
     REFUSED = 18
     """The process refuses the prompt, the constraint or the files. The body is the reason."""
     TOO_LONG = 19
-    """The prompt has too many tokens. The body is their number."""
+    """The prompt has too many tokens. The body is their number, or empty if counting stopped at the limit."""
     ENDS = 20
     """The process exits after its next reply."""
     BEGINS = 21

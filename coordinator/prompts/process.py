@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from coordinator.prompts.frames import HEADER, MAX_REASON_CHARACTERS, Allowance, Kind, frame, pack_ids
 from coordinator.prompts.templates import Chat, ChatTemplate
-from coordinator.prompts.tokenizer import TargetTokenizer, WorkLimits
+from coordinator.prompts.tokenizer import TargetTokenizer, TooManyTokensError, WorkLimits
 from specpool.protocol.tokenizer import TokenizerFiles
 
 PAGE_BYTES = resource.getpagesize()
@@ -59,6 +59,8 @@ class PromptProcess:
         }
         try:
             kind, body = handlers[kind](*request)
+        except TooManyTokensError:
+            kind, body = Kind.TOO_LONG, b""
         except ValueError as error:
             kind = Kind.EXHAUSTED if isinstance(error, OutOfMemoryError) else Kind.REFUSED
             body = str(error)[:MAX_REASON_CHARACTERS].encode(errors="replace")

@@ -62,8 +62,9 @@ class TokenReader:
         try:
             ids = await pool.encode(prompt, before)
         except TooLongError as error:
-            self.check_length(field, error.tokens)
-            raise InvalidArgumentError(field, str(error)) from None
+            if error.tokens is not None:
+                self.check_length(field, error.tokens)
+            raise InvalidArgumentError(field, f"has more than {self.max_tokens} tokens", limit=self.max_tokens) from None
         except PromptError as error:
             raise InvalidArgumentError(field, str(error)) from None
         self.check_length(field, len(ids))

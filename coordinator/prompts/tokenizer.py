@@ -29,7 +29,11 @@ class TokenizerError(ValueError):
 
 
 class EncodingError(ValueError):
-    """The text cannot be tokenized, or has too many tokens."""
+    """The text cannot be tokenized."""
+
+
+class TooManyTokensError(EncodingError):
+    """The text has too many tokens. Counting stops at the limit."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class TargetTokenizer:
             raise EncodingError(f"the tokenizer rejects it: {error}") from None
 
     def _check_length(self, text: str, limits: WorkLimits) -> None:
-        """Count tokens piece by piece. Raises EncodingError as soon as there are too many."""
+        """Count tokens piece by piece. Raises TooManyTokensError as soon as there are too many."""
         counted = TOKENS_PER_CUT
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = self._tokenize(text[start : start + PIECE_CHARACTERS], add_special_tokens=False)
             counted += len(piece) - TOKENS_PER_CUT
             if counted > limits.tokens:
-                raise EncodingError(f"has more than {limits.tokens:g} tokens")
+                raise TooManyTokensError(f"has more than {limits.tokens:g} tokens")
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch of one: `encode` would also compute offsets.

@@ -40,8 +40,9 @@ class LimitError(PromptError):
 class TooLongError(PromptError):
     """The prompt has too many tokens."""
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(f"has {tokens} tokens")
+    def __init__(self, tokens: int | None) -> None:
+        """`tokens`: None if the process stopped counting at the limit."""
+        super().__init__("has too many tokens" if tokens is None else f"has {tokens} tokens")
         self.tokens = tokens
 
 
@@ -277,7 +278,7 @@ def _token_ids(kind: Kind, body: bytes) -> list[int]:
     if kind is Kind.TOKEN_IDS and len(body) % 4 == 0:
         return unpack_ids(body)
     if kind is Kind.TOO_LONG:
-        raise TooLongError(int.from_bytes(body[:8], "little"))
+        raise TooLongError(int.from_bytes(body[:8], "little") if body else None)
     raise PromptError(_text(body))
 
 

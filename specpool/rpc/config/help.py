@@ -18,6 +18,7 @@ from pydantic_settings import CliPositionalArg
 METAVARS = {
     "addr": "HOST",
     "address": "HOST:PORT",
+    "canary": "MODEL",
     "device": "DEVICE",
     "draft": "MODEL",
     "endpoint": "URL",
@@ -29,6 +30,8 @@ METAVARS = {
     "name": "NAME",
     "output": "PATH",
     "port": "PORT",
+    "record": "DIR",
+    "recording": "DIR",
     "revision": "REVISION",
     "seconds": "SECONDS",
     "target": "MODEL",

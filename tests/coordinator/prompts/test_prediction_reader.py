@@ -11,6 +11,7 @@ from tiny_tokenizers import FALLBACK
 from coordinator.prompts.description import TokenizerDescription
 from coordinator.prompts.prediction_reader import check_prediction, read_prediction
 from coordinator.prompts.token_reader import TokenReader
+from coordinator.prompts.tokenizer import BYTES_PER_TOKEN
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.tokenizer import TokenizerFiles
@@ -79,3 +80,11 @@ def test_token_ids_are_checked(token_ids: list[int]) -> None:
     else:
         assert isinstance(result, InvalidArgumentError)
         assert result.field == "speculative.prediction.tokenized.input_ids"
+
+
+def test_a_long_text_is_refused_with_the_limit_before_all_of_it_is_tokenized() -> None:
+    text = "b" * (BYTES_PER_TOKEN * MAX_TOKENS + 1)
+    refusal = read(pb.Prediction(text=text))
+    assert isinstance(refusal, InvalidArgumentError)
+    assert (refusal.field, refusal.limit) == ("speculative.prediction.text", MAX_TOKENS)
+    assert refusal.reason == f"has more than {MAX_TOKENS} tokens"
