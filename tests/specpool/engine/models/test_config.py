@@ -41,7 +41,7 @@ def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
         ("llava", "LlavaForConditionalGeneration", {}, "multimodal (vision_config, text_config)"),
         ("mamba", "MambaForCausalLM", {}, "state-space layers"),
         ("rwkv", "RwkvForCausalLM", {}, "recurrent layers"),
-        ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["conv"] * 48}, "conv layers"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["hybrid"] * 48}, "hybrid layers"),
         ("qwen3_next", "Qwen3NextForCausalLM", {"layer_types": ["linear_attention"] * 48}, "without attention"),
         ("qwen3_next", "Qwen3NextForCausalLM", {"num_experts_per_tok": 513}, "num_experts_per_tok 513"),
         ("qwen3_5_text", "Qwen3_5ForCausalLM", {"attn_output_gate": False}, "its attn_output_gate is False, not True"),
