@@ -13,16 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[4]
-FILES = [
-    *(
-        f"tests/specpool/engine/passes/test_{name}.py"
-        for name in ("activations", "latent", "native", "native_delta_net", "panels")
-    ),
-    *(f"tests/specpool/engine/probes/test_{name}.py" for name in ("cpus", "batch_invariance")),
-    "tests/specpool/engine/sampling/test_compiled_sampling.py",
-    "tests/specpool/engine/startup/test_self_test.py",
-    "tests/system/test_equality.py",
-]
+FILES = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.cpus" in path.read_text()]
 # Flags of /proc/cpuinfo that each x86-64 level requires.
 LEVELS = {"x86-64-v2": {"sse4_2"}, "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
 LEVELS["native"] = set()
