@@ -26,13 +26,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
-from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, LATENT_SHAPES, MIXTURE_SHAPES, SHAPES, random_head
+from benchmarks.shapes import (
+    HEAD_SHAPES,
+    HYBRID_SHAPES,
+    LATENT_SHAPES,
+    MIXTURE_SHAPES,
+    SHAPES,
+    SHORT_CONV_SHAPES,
+    random_head,
+)
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
-from specpool.engine.config.architectures import DELTA_NETS, FEATURES
+from specpool.engine.config.architectures import FEATURES, RECURRENT_LAYERS
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.accept import accept
@@ -119,7 +127,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ALL_SHAPES: dict[str, dict[str, Any]] = {
-    **SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **LATENT_SHAPES, **HEAD_SHAPES
+    **SHAPES, **HEADS, **WINDOWS, **MIXTURE_SHAPES, **HYBRID_SHAPES, **SHORT_CONV_SHAPES, **LATENT_SHAPES,
+    **HEAD_SHAPES,
 }  # fmt: skip
 
 
@@ -223,8 +232,8 @@ def model_of(
     sizes = {**shape, "num_hidden_layers": layers}
     if FEATURES in shape:
         return GpuModel(FusedModel(random_head(sizes, "meta", dtype)), MAX_LENGTH)
-    if sizes["model_type"] in DELTA_NETS:  # begin with a layer that attends
-        sizes["layer_types"] = ["linear_attention" if layer % 4 else "full_attention" for layer in range(layers)]
+    if (recurrent := RECURRENT_LAYERS.get(sizes["model_type"])) is not None:  # begin with a layer that attends
+        sizes["layer_types"] = [recurrent if layer % 4 else "full_attention" for layer in range(layers)]
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)

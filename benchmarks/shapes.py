@@ -74,6 +74,15 @@ HYBRID_SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Models with gated delta nets; every fourth layer attends."""
 
+SHORT_CONV_SHAPES: dict[str, dict[str, Any]] = {
+    "lfm2-1.2b": {
+        "model_type": "lfm2", "vocab_size": 65_536, "hidden_size": 2048, "num_hidden_layers": 16,
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    },
+    "lfm2-8b-a1b": {"model_type": "lfm2_moe", "vocab_size": 65_536, "num_dense_layers": 0},
+}  # fmt: skip
+"""Models with gated short convolutions. Keys that are left open have the defaults of their families."""
+
 LATENT_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944,
@@ -128,7 +137,7 @@ def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
 ) -> PreTrainedModel:
     """A randomly initialized model of this shape. `changes`: to its configuration."""
-    sizes = {**(SHAPES | MIXTURE_SHAPES | HYBRID_SHAPES | LATENT_SHAPES)[shape], **changes}
+    sizes = {**(SHAPES | MIXTURE_SHAPES | HYBRID_SHAPES | SHORT_CONV_SHAPES | LATENT_SHAPES)[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -1,9 +1,12 @@
-"""Compares the bits of passes with gated delta nets, also after rejected drafts, and times steps and prefills."""
+"""Compares the bits of passes with recurrent layers, also after rejected drafts, and times steps and prefills."""
 
+import gc
 import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from benchmarks.engine import finished
 from benchmarks.gpu.exactness import SECONDS, Rows, add_row, check_all_equal, hows, logits_of, run_repeatedly
@@ -13,11 +16,15 @@ from benchmarks.report import seconds_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 
-MODEL = "qwen3.5-9b"
-TINY_CHANGES = {
-    **TINY, "hidden_size": 64, "intermediate_size": 96, "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+_TINY = {**TINY, "hidden_size": 64, "intermediate_size": 96}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b": {
+        **_TINY, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "lfm2-1.2b": {**_TINY, "layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
+"""Changes of each model in rehearsals."""
 PROMPTS, REHEARSED_PROMPTS = (40, 300), (6,)
 """Tokens before the first verification: fewer than a page, and several pages."""
 DRAFTS, ROUNDS, REHEARSED_ROUNDS = 4, 12, 3
@@ -25,14 +32,22 @@ TIMED_PREFILL = 2048
 
 
 def measure_hybrids(settings: Settings, findings: Findings) -> None:
-    """Compare and time a random model of real size."""
-    settings, changes = replace(settings, target=MODEL), TINY_CHANGES if settings.rehearse else {}
-    engine = measure_model(settings, findings, changes)
+    """Compare and time random models of real size."""
+    for shape, changes in MODELS.items():
+        measure_hybrid(replace(settings, target=shape), findings, changes if settings.rehearse else {})
+        gc.collect()
+        if torch.device(settings.device).type == "cuda":
+            torch.cuda.empty_cache()
+    check_all_equal(findings)
+
+
+def measure_hybrid(settings: Settings, findings: Findings, changes: dict[str, Any]) -> None:
+    """Compare and time the target. `changes`: to its configuration."""
+    engine, shape = measure_model(settings, findings, changes), settings.target
     for length in REHEARSED_PROMPTS if settings.rehearse else PROMPTS:
         compare = partial(compare_rejections, findings, engine, settings, length)
-        findings.attempt(settings, f"rejections after {length} tokens", SECONDS, compare)
-    findings.attempt(settings, "prefill", SECONDS, partial(time_prefill, findings, engine))
-    check_all_equal(findings)
+        findings.attempt(settings, f"{shape}, rejections after {length} tokens", SECONDS, compare)
+    findings.attempt(settings, f"{shape}, prefill", SECONDS, partial(time_prefill, findings, engine, shape))
 
 
 def compare_rejections(findings: Findings, engine: Engine, settings: Settings, length: int) -> None:
@@ -56,7 +71,7 @@ def compare_rejections(findings: Findings, engine: Engine, settings: Settings, l
             for rows in run_repeatedly(engine, partial(list, [spans]), how):
                 places = [(slot, at) for slot, at in reference if at < ends[slot] and (slot, at) in rows]
                 runs.append({place: rows[place].clone() for place in places})  # a row would keep those of all slots
-        facts = {"model": MODEL, "what": "rejections", "sequences": count, "positions": length, "how": how}
+        facts = {"model": settings.target, "what": "rejections", "sequences": count, "positions": length, "how": how}
         add_row(findings, facts, reference, runs)
 
 
@@ -67,9 +82,9 @@ def verification(slot: int, text: list[int], start: int, accepted: int) -> Span:
     return Span(slot, start, tokens[: 1 + accepted] + wrong, len(tokens), num_tentative=len(tokens) - 1)
 
 
-def time_prefill(findings: Findings, engine: Engine) -> None:
+def time_prefill(findings: Findings, engine: Engine, shape: str) -> None:
     """Time a prompt in one pass. Its rows run one after the other in recurrent layers."""
     length = min(TIMED_PREFILL, engine.max_model_len - 1)
     run = partial(finished, partial(engine.forward, [Span(0, 0, [5] * length, 1)]))
-    row: dict[str, Any] = {"model": MODEL, "tokens": length, "ms": [round(seconds_of(run) * 1000, 1) for _ in range(3)]}
+    row: dict[str, Any] = {"model": shape, "tokens": length, "ms": [round(seconds_of(run) * 1000, 1) for _ in range(3)]}
     findings.add_row("prefills", row)

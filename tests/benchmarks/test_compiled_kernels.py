@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 LATENT = ["deepseek-v2-lite", "glm-4.7-flash", "deepseek-v3"]
-MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "qwen3-next-80b-a3b", *LATENT]
-HYBRIDS = ["qwen3.5-0.8b", "qwen3.5-9b", "qwen3-next-80b-a3b"]
+MIXTURES = ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "qwen3-next-80b-a3b", "lfm2-8b-a1b", *LATENT]
+HYBRIDS, SHORT_CONVS = ["qwen3.5-0.8b", "qwen3.5-9b", "qwen3-next-80b-a3b"], ["lfm2-1.2b", "lfm2-8b-a1b"]
 # Kernels of a layer, including one to combine splits. A mixture of experts adds four, its shared MLP three, and latent
 # attention four.
 MAX_KERNELS, MAX_KERNELS_WITH_EXPERTS, OF_LATENT_ATTENTION = 10, 17, 4
@@ -56,6 +56,7 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
             KERNELS | (OF_HEADS if "kernels_a_step" in row else OF_MODELS) | (OF_EXPERTS if has_experts else set())
         )
         kernels |= OF_DELTA_NETS if row["shape"] in HYBRIDS else set()
+        kernels |= {"convolve_gated"} if row["shape"] in SHORT_CONVS else set()
         if is_latent:
             kernels = (kernels - {"rotate_and_cache"}) | {"cache_latents", "head_gemm", "split_queries"}
         assert {kernel["kernel"] for kernel in row["kernels"]} - {"cap_logits"} == kernels
@@ -101,7 +102,7 @@ def test_the_kernels_of_mixtures_of_experts_compile() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_of_hybrids_compile() -> None:
-    assert_good(compile_kernels(["90"], ["bfloat16"], HYBRIDS[1:], "--quick"))
+    assert_good(compile_kernels(["90"], ["bfloat16"], [*HYBRIDS[1:], *SHORT_CONVS], "--quick"))
 
 
 @pytest.mark.slow

@@ -120,8 +120,6 @@ class FusedModel(ForwardPass):
     @property
     def uncompiled_layers(self) -> str | None:
         """The kind of layers that GPU kernels cannot run; None if there are none."""
-        if any(isinstance(layer, FusedShortConv) for layer in self.layers):
-            return "short convolutions"
         if any(isinstance(layer, FusedKimiDeltaNet) for layer in self.layers):
             return "Kimi Delta Attention"
         return None

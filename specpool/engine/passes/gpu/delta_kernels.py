@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets. Requires Triton.
+"""The kernels of gated delta nets, and the short convolution of all recurrent layers. Requires Triton.
 
 `convolve` prepares all rows of a segment, replayed and new ones alike, and `scan` runs them one after the other. The
 bits of a row therefore depend on its sequence alone: not on other sequences, chunks of a prompt, or rejected tokens.
@@ -13,7 +13,7 @@ TINY = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _bounds_of(segment):
+def bounds_of(segment):
     """Return the first new row in the pass, the number of rows to replay, and the number of all rows.
 
     Last, return the number of rows before the state to write: 0 if none is written.
@@ -22,6 +22,46 @@ def _bounds_of(segment):
     num_replayed = (tl.load(segment + 2) - read_position).to(tl.int32)
     num_before = tl.where(writes, tl.load(segment + 7) - read_position, 0).to(tl.int32)
     return tl.load(segment), num_replayed, num_replayed + num_rows.to(tl.int32), num_before
+
+
+@triton.jit
+def convolved(
+    partials, bias, edges, inputs, taps, segment, at, first_row, num_replayed, end, num_before, feature, mask, rows,
+    FEATURES: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return the short convolution of some features [1, width] of the rows `at` [tile, 1] of a segment.
+
+    Store the inputs of new rows in a tail, and the last inputs before the state to write as its edges. Inputs come
+    first in `partials`, or last, after gates of inputs and gates of results, if they are `GATED`.
+    """
+    read, read_tail = tl.load(segment + 3), tl.load(segment + 5)
+    write, write_tail = tl.load(segment + 6), tl.load(segment + 8)
+    x = tl.zeros([at.shape[0], feature.shape[1]], tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = at - (TAPS - 1) + tap
+        row = first_row + source - num_replayed
+        is_edge, is_replayed = (source < 0) & (read >= 0), (source >= 0) & (source < num_replayed)
+        edge = edges + (read * (TAPS - 1) + source + TAPS - 1) * FEATURES + feature
+        tail = inputs + (read_tail * TAIL_ROWS + source) * FEATURES + feature
+        own = mask & (source >= num_replayed) & (source < end)
+        if GATED:
+            new = summed(partials, bias, row, 2 * FEATURES + feature, own, rows, SIZE, SPLITS, BIASED)
+            new *= summed(partials, bias, row, feature, own, rows, SIZE, SPLITS, BIASED)
+        else:
+            new = summed(partials, bias, row, feature, own, rows, SIZE, SPLITS, BIASED)
+        value = tl.where(own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0))
+        value = tl.where(source < 0, tl.load(edge, mask=is_edge & mask, other=0.0), value)
+        factor = tl.load(taps + tap * FEATURES + feature, mask=mask, other=0.0)
+        x += value.to(tl.float32) * factor.to(tl.float32)
+        if tap == TAPS - 1:
+            is_kept = (at >= num_replayed) & (at < end) & (at >= num_before)
+            kept = inputs + (write_tail * TAIL_ROWS + at - num_before) * FEATURES + feature
+            tl.store(kept, value, mask=is_kept & mask)
+        if tap > 0:
+            edge = edges + (write * (TAPS - 1) + tap - 1) * FEATURES + feature + 0 * at
+            tl.store(edge, value, mask=(at == num_before - 1) & mask)
+    return x
 
 
 @triton.jit
@@ -80,45 +120,27 @@ def convolve(
         gdc_wait()
     index, head = tl.program_id(0), tl.program_id(1)
     segment = segments + index * FIELDS
-    first_row, num_replayed, end, num_before = _bounds_of(segment)
-    read, read_tail = tl.load(segment + 3), tl.load(segment + 5)
-    write, write_tail = tl.load(segment + 6), tl.load(segment + 8)
+    first_row, num_replayed, end, num_before = bounds_of(segment)
     for begin in range(tl.program_id(2) * TILE, end, tl.num_programs(2) * TILE):
         at = (begin + tl.arange(0, TILE))[:, None]
-        is_new, row = (at >= num_replayed) & (at < end), first_row + at - num_replayed
-        is_kept, kept_row = is_new & (at >= num_before), write_tail * TAIL_ROWS + at - num_before
         work_row = _work_row(at, index, first_row, num_replayed, rows, TAIL_ROWS)
         if head == 2 * KEY_HEADS + VALUE_HEADS:
+            is_new, row = (at >= num_replayed) & (at < end), first_row + at - num_replayed
+            replayed_row = tl.load(segment + 5) * TAIL_ROWS + at
+            kept_row = tl.load(segment + 8) * TAIL_ROWS + at - num_before
             _prepare_gates(
-                partials, gates, rates, biases, factors, at, row, work_row, read_tail * TAIL_ROWS + at, kept_row,
-                is_new, is_kept, end, rows, SIZE, SPLITS, FEATURES + VALUE_HEADS * VALUE, VALUE_HEADS, HEADS_WIDTH,
+                partials, gates, rates, biases, factors, at, row, work_row, replayed_row, kept_row,
+                is_new, is_new & (at >= num_before), end, rows,
+                SIZE, SPLITS, FEATURES + VALUE_HEADS * VALUE, VALUE_HEADS, HEADS_WIDTH,
             )  # fmt: skip
         else:
             is_value, inside = head >= 2 * KEY_HEADS, tl.arange(0, WIDTH)[None, :]
             first = tl.where(is_value, 2 * KEY_HEADS * KEY + (head - 2 * KEY_HEADS) * VALUE, head * KEY)
-            feature, mask, x = (
-                first + inside,
-                inside < tl.where(is_value, VALUE, KEY),
-                tl.zeros([TILE, WIDTH], tl.float32),
-            )
-            for tap in tl.static_range(TAPS):
-                source = at - (TAPS - 1) + tap
-                is_edge, is_replayed = (source < 0) & (read >= 0), (source >= 0) & (source < num_replayed)
-                edge = edges + (read * (TAPS - 1) + source + TAPS - 1) * FEATURES + feature
-                tail = inputs + (read_tail * TAIL_ROWS + source) * FEATURES + feature
-                own = mask & (source >= num_replayed) & (source < end)
-                new = summed(partials, None, row - (TAPS - 1) + tap, feature, own, rows, SIZE, SPLITS, False)
-                value = tl.where(
-                    own, new.to(inputs.dtype.element_ty), tl.load(tail, mask=is_replayed & mask, other=0.0)
-                )
-                value = tl.where(source < 0, tl.load(edge, mask=is_edge & mask, other=0.0), value)
-                factor = tl.load(taps + tap * FEATURES + feature, mask=mask, other=0.0)
-                x += value.to(tl.float32) * factor.to(tl.float32)
-                if tap == TAPS - 1:
-                    tl.store(inputs + kept_row * FEATURES + feature, value, mask=is_kept & mask)
-                if tap > 0:
-                    edge = edges + (write * (TAPS - 1) + tap - 1) * FEATURES + feature + 0 * at
-                    tl.store(edge, value, mask=(at == num_before - 1) & mask)
+            feature, mask = first + inside, inside < tl.where(is_value, VALUE, KEY)
+            x = convolved(
+                partials, None, edges, inputs, taps, segment, at, first_row, num_replayed, end, num_before, feature,
+                mask, rows, FEATURES, False, SIZE, SPLITS, False, TAIL_ROWS, TAPS,
+            )  # fmt: skip
             x = x / (1 + tl.exp(-x))
             scale = tl.rsqrt(tl.sum(x * x, 1) + TINY)[:, None] * tl.where(head < KEY_HEADS, KEY**-0.5, 1.0)
             tl.store(prepared + work_row * FEATURES + feature, tl.where(is_value, x, x * scale), mask=(at < end) & mask)
@@ -135,7 +157,7 @@ def scan(
     if OVERLAP:
         gdc_wait()
     index, head = tl.program_id(0), tl.program_id(1)
-    first_row, num_replayed, end, num_before = _bounds_of(segments + index * FIELDS)
+    first_row, num_replayed, end, num_before = bounds_of(segments + index * FIELDS)
     if end > num_replayed:
         key, column = tl.arange(0, KEY_WIDTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         is_key, is_value = key < KEY, column < VALUE

@@ -1,8 +1,10 @@
 """The decoder layers of a GPU model.
 
-A layer mixes rows of a sequence by attention, by latent attention, or by a gated delta net.
+A layer mixes rows of a sequence by attention, latent attention, a gated delta net, or a gated short convolution.
 """
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from specpool.engine.cache.recurrent import tail_rows
 from specpool.engine.passes.fused_delta_net import FusedDeltaNet
 from specpool.engine.passes.fused_experts import FusedExperts
 from specpool.engine.passes.fused_latent import FusedLatentLayer
+from specpool.engine.passes.fused_recurrent import RecurrentLayer
+from specpool.engine.passes.fused_short_conv import FusedShortConv
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits
 from specpool.engine.passes.gpu.branches import BranchEnd, GpuMlp, gemm_of
 from specpool.engine.passes.gpu.delta_net import run_segments
@@ -22,6 +26,7 @@ from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.head_gemm import HeadGemm
 from specpool.engine.passes.gpu.latent import cache_latents, split_queries
 from specpool.engine.passes.gpu.rows import Addend, add_and_norm, rotate_and_cache
+from specpool.engine.passes.gpu.short_conv import convolve_gated
 from specpool.engine.passes.gpu.states import recorder_of
 from specpool.engine.passes.kinds import AttentionKind
 from specpool.engine.passes.packing import PackedBatch
@@ -36,12 +41,9 @@ class GpuLayer(nn.Module):
         """`fused`: the `DecoderLayer` whose weights it takes over. `cache_index`: replaces that of the fused layer."""
         super().__init__()
         self.index, self.eps = index, fused.eps
-        is_recurrent = isinstance(fused, FusedDeltaNet)
-        self.rotary: int = 0 if is_recurrent else fused.rotary
+        self.rotary: int = 0 if isinstance(fused, RecurrentLayer) else fused.rotary
         """Index of the layer's rotary tables."""
-        is_latent = isinstance(fused, FusedLatentLayer)
-        mixer_class = GpuDeltaNet if is_recurrent else GpuLatentAttention if is_latent else GpuAttention
-        self.mixer = mixer_class(fused, cache_index)
+        self.mixer = _MIXERS.get(type(fused), GpuAttention)(fused, cache_index)
         mlp_class = GpuExperts if isinstance(fused.mlp, FusedExperts) else GpuMlp
         self.mlp = mlp_class(fused.mlp, fused.after_mlp, fused.group)
         self.before_attention, self.before_mlp = fused.before_attention, fused.before_mlp
@@ -173,3 +175,32 @@ class GpuDeltaNet(nn.Module):
         replayed = segments * tail_rows(page_size_of(self.taps.device))
         numbers: int = (rows + replayed) * (self.taps.shape[1] + 2 * len(self.rates))
         return (numbers + rows * self.out.gemm.in_features) * torch.float32.itemsize
+
+
+class GpuShortConv(nn.Module):
+    """A gated short convolution over the last positions of a sequence."""
+
+    def __init__(self, fused: Any, cache_index: int | None = None) -> None:
+        """`fused`: the `FusedShortConv` whose weights it takes over."""
+        super().__init__()
+        self.cache_index: int = fused.recurrent_index if cache_index is None else cache_index
+        self.inputs, self.inputs_bias = Gemm(fused.inputs.weight), fused.inputs.bias
+        self.taps, self.taps_bias = fused.taps, fused.taps_bias
+        self.out = BranchEnd(fused.out, "attended", fused.after_attention, fused.group)
+
+    def forward(self, normed: torch.Tensor, batch: PackedBatch, rotary: Rotary) -> Addend:
+        """Return the branch of normalized rows [rows, hidden]."""
+        recurrent = batch.arena.recurrent
+        assert recurrent is not None
+        convolved = convolve_gated(
+            self.inputs(normed), self.inputs_bias, recurrent, self.cache_index, batch.segments, self.taps,
+            self.taps_bias,
+        )  # fmt: skip
+        branch: Addend = self.out(convolved)
+        return branch
+
+
+_MIXERS: Mapping[type, Callable[..., nn.Module]] = MappingProxyType(
+    {FusedDeltaNet: GpuDeltaNet, FusedLatentLayer: GpuLatentAttention, FusedShortConv: GpuShortConv}
+)
+"""Mixers by the class of the layer whose weights they take over. Others are `GpuAttention`."""

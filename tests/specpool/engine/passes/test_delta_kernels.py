@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets, in Triton's interpreter: close to float64, and batch-invariant after rejections."""
+"""The kernels of recurrent layers, in Triton's interpreter: close to float64, and batch-invariant after rejections."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from specpool.engine.cache.checkpoints import Checkpoints, Segment
 from specpool.engine.cache.recurrent import RecurrentArena, RecurrentSizes
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu.delta_net import run_segments
+from specpool.engine.passes.gpu.short_conv import convolve_gated
 
 pytest.importorskip("triton")
 
@@ -23,7 +24,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2}
 
 
 @dataclass
-class Layer:
+class DeltaNet:
     """A random layer, and the GEMM's partial sums for all positions of all sequences."""
 
     sizes: RecurrentSizes
@@ -33,7 +34,7 @@ class Layer:
     biases: torch.Tensor
 
     @classmethod
-    def random(cls, key_size: int, value_size: int, dtype: torch.dtype, splits: int) -> "Layer":
+    def random(cls, key_size: int, value_size: int, dtype: torch.dtype, splits: int) -> "DeltaNet":
         torch.manual_seed(0)
         heads = 2 * KEY_HEADS
         inputs = 2 * KEY_HEADS * key_size + heads * value_size
@@ -41,6 +42,9 @@ class Layer:
         partials = torch.randn(splits, SLOTS, LENGTH, inputs + heads * value_size + 2 * heads)
         rates, biases = -torch.rand(heads), torch.randn(heads)
         return cls(sizes, partials.to(dtype if splits == 1 else torch.float32), torch.randn(4, inputs), rates, biases)
+
+    def run(self, partials: torch.Tensor, arena: RecurrentArena, segments: torch.Tensor) -> torch.Tensor:
+        return run_segments(partials, arena, 0, segments, self.taps, self.rates, self.biases)
 
     def reference(self, slot: int, dtype: torch.dtype) -> torch.Tensor:
         """The results for all positions of a sequence in float64, [positions, heads, value size]."""
@@ -64,10 +68,40 @@ class Layer:
         return torch.stack(results)
 
 
+@dataclass
+class ShortConv:
+    """A random gated short convolution, like `DeltaNet`."""
+
+    sizes: RecurrentSizes
+    partials: torch.Tensor
+    bias: torch.Tensor | None
+    taps: torch.Tensor
+    taps_bias: torch.Tensor | None
+
+    @classmethod
+    def random(cls, inputs: int, taps: int, is_biased: bool, dtype: torch.dtype, splits: int) -> "ShortConv":
+        torch.manual_seed(0)
+        sizes = RecurrentSizes(1, (0, 0, 0), inputs, taps, gates=0)
+        partials = torch.randn(splits, SLOTS, LENGTH, 3 * inputs).to(dtype if splits == 1 else torch.float32)
+        biases = (torch.randn(3 * inputs).to(dtype), torch.randn(inputs)) if is_biased else (None, None)
+        return cls(sizes, partials, biases[0], torch.randn(taps, inputs), biases[1])
+
+    def run(self, partials: torch.Tensor, arena: RecurrentArena, segments: torch.Tensor) -> torch.Tensor:
+        return convolve_gated(partials, self.bias, arena, 0, segments, self.taps, self.taps_bias)
+
+    def reference(self, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """The results for all positions of a sequence in float64, [positions, inputs]."""
+        rows, taps = self.partials[:, slot].sum(0, dtype=torch.float64), len(self.taps)
+        before, after, x = (rows if self.bias is None else rows + self.bias).chunk(3, -1)
+        padded = torch.cat([torch.zeros(taps - 1, self.sizes.inputs), (before * x).to(dtype)]).double()
+        convolved = sum(padded[tap : tap + LENGTH] * self.taps[tap].double() for tap in range(taps))
+        return after * (convolved if self.taps_bias is None else convolved + self.taps_bias)
+
+
 class Runner:
     """Runs spans with checkpoints of their own."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype) -> None:
+    def __init__(self, layer: DeltaNet | ShortConv, dtype: torch.dtype) -> None:
         self.layer = layer
         self.checkpoints = Checkpoints(SLOTS, 3 * SLOTS, PAGE, ROWS)
         self.arena = RecurrentArena(layer.sizes, 3 * SLOTS, SLOTS, ROWS, dtype, CPU)
@@ -82,9 +116,7 @@ class Runner:
         segments = [self.checkpoints.segment(span, first) for span, first in zip(spans, firsts, strict=False)]
         segments += [Segment(*[0] * len(Segment._fields))] * padding
         partials = torch.cat([self.layer.partials[:, span.slot, span.start : span.end] for span in spans], 1)
-        results = run_segments(
-            partials, self.arena, 0, torch.tensor(segments), self.layer.taps, self.layer.rates, self.layer.biases
-        )
+        results = self.layer.run(partials, self.arena, torch.tensor(segments))
         return [*results.split([len(span.token_ids) for span in spans])]
 
 
@@ -122,15 +154,32 @@ def rounds(chance: random.Random) -> Iterator[list[Span]]:
 def test_rows_have_the_bits_of_one_row_at_a_time(
     key_size: int, value_size: int, dtype: torch.dtype, splits: int
 ) -> None:
-    layer = Layer.random(key_size, value_size, dtype, splits)
+    assert_rows_have_the_bits_of_one_row_at_a_time(DeltaNet.random(key_size, value_size, dtype, splits), dtype)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "taps", "is_biased", "dtype", "splits"),
+    [
+        pytest.param(130, 3, False, torch.float32, 2, id="two blocks of features", marks=pytest.mark.slow),
+        pytest.param(20, 4, True, torch.float16, 1, id="biased"),
+    ],
+)
+def test_short_convolutions_have_the_bits_of_one_row_at_a_time(
+    inputs: int, taps: int, is_biased: bool, dtype: torch.dtype, splits: int
+) -> None:
+    layer = ShortConv.random(inputs, taps, is_biased, dtype, splits)
+    assert_rows_have_the_bits_of_one_row_at_a_time(layer, dtype)
+
+
+def assert_rows_have_the_bits_of_one_row_at_a_time(layer: DeltaNet | ShortConv, dtype: torch.dtype) -> None:
     alone = Runner(layer, dtype)
     rows = [torch.stack(alone.run([Span(slot, at, [0], 1) for slot in range(SLOTS)])) for at in range(LENGTH)]
-    expected = torch.cat(rows, 1)  # [slots, positions, heads, value size]
+    expected = torch.cat(rows, 1)  # [slots, positions, ...]
     for slot in range(SLOTS):
         tolerance, reference = TOLERANCES[dtype], layer.reference(slot, dtype)
         torch.testing.assert_close(expected[slot].double(), reference, atol=tolerance, rtol=tolerance)
     together, compared = Runner(layer, dtype), 0
-    for spans in rounds(random.Random(key_size)):
+    for spans in rounds(random.Random(layer.sizes.inputs)):
         for span, results in zip(spans, together.run(spans, padding=2), strict=True):
             assert torch.equal(results, expected[span.slot, span.start : span.end])
             compared += len(results)
@@ -138,17 +187,17 @@ def test_rows_have_the_bits_of_one_row_at_a_time(
 
 
 def test_segments_without_rows_touch_nothing() -> None:
-    layer = Layer.random(8, 16, torch.float32, 1)
+    layer = DeltaNet.random(8, 16, torch.float32, 1)
     runner = Runner(layer, torch.float32)
     tensors = (runner.arena.states, runner.arena.edges, runner.arena.inputs, runner.arena.gates)
     before = [tensor.fill_(1.0).clone() for tensor in tensors]
     segments = torch.zeros(4, len(Segment._fields), dtype=torch.int64)
-    run_segments(layer.partials[:, 0], runner.arena, 0, segments, layer.taps, layer.rates, layer.biases)
+    layer.run(layer.partials[:, 0], runner.arena, segments)
     assert all(map(torch.equal, tensors, before))
 
 
 def test_small_time_steps_are_not_rounded_off() -> None:
-    layer = Layer.random(8, 16, torch.float32, 1)
+    layer = DeltaNet.random(8, 16, torch.float32, 1)
     heads = len(layer.rates)
     runner, steps = Runner(layer, torch.float32), torch.linspace(-25.0, 5.0, ROWS)
     layer.biases.zero_()

@@ -1,4 +1,4 @@
-"""Models with gated delta nets on GPU kernels: interpreted, and in captured passes."""
+"""Models with recurrent layers on GPU kernels: interpreted, and in captured passes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ pytest.importorskip("triton")
 # The interpreter is slow.
 SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
          "linear_num_value_heads": 2, "linear_value_head_dim": 16}  # fmt: skip
+SMALL_CONVS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+MODELS = {
+    "qwen3_5_text": SMALL, "qwen3_next": SMALL | {"mlp_only_layers": []}, "lfm2, biased": SMALL_CONVS,
+    "lfm2_moe": SMALL_CONVS,
+}  # fmt: skip
 LENGTH = 14
 
 
@@ -45,12 +50,19 @@ def assert_rounds_have_the_bits_of(engine: Engine, expected: torch.Tensor, token
     assert torch.equal(rows[3], expected[[5, 10, 11, 12, 13]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5_text",
+        "lfm2, biased",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "lfm2_moe")),
+    ],
+)
 def test_kernels_match_transformers_and_decoding_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     run_by_kernels(monkeypatch)
-    folder = save_delta_net(tmp_path, name, **SMALL, **({"mlp_only_layers": []} if name == "qwen3_next" else {}))
+    folder = save_recurrent(tmp_path, name, **MODELS[name])
     options = {"native": False, "cuda_graphs": False, "max_sequences": 3, "max_model_len": 32}
     engine = load_engine(folder, exact=False, **options)
     assert isinstance(engine.forward_pass, GpuModel)
@@ -63,17 +75,15 @@ def test_kernels_match_transformers_and_decoding_alone(
     assert_rounds_have_the_bits_of(engine, expected, tokens)
 
 
-def test_kernels_are_tried_before_they_take_over_weights(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_delta_net(tmp_path, **SMALL), attn_implementation="eager")
-    try_kernels(FusedModel(model))
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2, biased"])
+def test_kernels_are_tried_before_they_take_over_weights(tmp_path: Path, name: str) -> None:
+    folder = save_recurrent(tmp_path, name, **MODELS[name])
+    try_kernels(FusedModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")))
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("kimi_linear", marks=pytest.mark.slow)])
-def test_layers_without_kernels_run_on_torch_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_layers_without_kernels_run_on_torch_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "runs_kernels", lambda device: True)
-    folder, tokens = save_recurrent(tmp_path, name), random_tokens(LENGTH)
+    folder, tokens = save_recurrent(tmp_path, "kimi_linear"), random_tokens(LENGTH)
     engine = load_engine(folder, native=False, max_sequences=3, max_model_len=32)
     assert isinstance(engine.forward_pass, FusedModel)
     assert engine.bitwise
