@@ -135,9 +135,9 @@ def state_mib(engine: Engine) -> Row:
     """MiB of recurrent state that a sequence keeps, and of one state with the inputs of CHUNK positions."""
     recurrent = engine.layout.arena.recurrent
     assert recurrent is not None
-    sizes, dtype = recurrent.sizes, recurrent.inputs.dtype
-    kept = sizes.sequence_bytes(dtype, recurrent.rows)
-    least = sizes.checkpoint_bytes(dtype) + sizes.tails_bytes(dtype, CHUNK) / 2
+    sizes, itemsize = recurrent.sizes, recurrent.inputs.itemsize
+    kept = sizes.sequence_bytes(itemsize, recurrent.rows)
+    least = sizes.checkpoint_bytes(itemsize) + sizes.tails_bytes(itemsize, CHUNK) / 2
     return {"kept": round(kept / 2**20, 1), "one_and_chunk": round(least / 2**20, 1), "ratio": round(kept / least, 2)}
 
 

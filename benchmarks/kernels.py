@@ -38,9 +38,10 @@ from benchmarks.shapes import (
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
-from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
+from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.architectures import FEATURES, RECURRENT_LAYERS
+from specpool.engine.config.recurrent_sizes import CHECKPOINTS_PER_SLOT
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.accept import accept

@@ -145,8 +145,8 @@ def memory_row(model: GpuModel, rows: int) -> Row:
     attending = len(model.layers) - sizes.layers
     return {
         "weights_gb": round(weight_bytes(model) / 1e9, 1),
-        "checkpoint_mib": round(sizes.checkpoint_bytes(dtype) / 2**20, 1),
-        "sequence_mib": round(sizes.slot_bytes(dtype, rows) / 2**20, 1),
+        "checkpoint_mib": round(sizes.checkpoint_bytes(dtype.itemsize) / 2**20, 1),
+        "sequence_mib": round(sizes.slot_bytes(dtype.itemsize, rows) / 2**20, 1),
         "kv_kib_a_position": 2 * attending * model.kv_heads * model.head_dim * dtype.itemsize / 1024,
     }  # fmt: skip
 

@@ -5,49 +5,11 @@ the checkpoint's tail, so any later state can be computed again from them, with 
 which checkpoints exist; the passes read and write these tensors as a batch's segments say.
 """
 
-from math import prod
-from typing import NamedTuple
-
 import torch
 
 from specpool.engine.cache.memory import return_pages, zeros
+from specpool.engine.config.recurrent_sizes import RecurrentSizes
 from specpool.protocol.rounds import MAX_LOOKUP_TOKENS
-
-CHECKPOINTS_PER_SEQUENCE = 2
-CHECKPOINTS_PER_SLOT = CHECKPOINTS_PER_SEQUENCE + 1
-"""The checkpoints of a sequence, and one for the prefix cache."""
-
-
-class RecurrentSizes(NamedTuple):
-    """Sizes of the recurrent layers of a model, equal in all of them."""
-
-    layers: int
-    state: tuple[int, int, int]
-    """Shape of a layer's state: [heads, key size, value size]. All are 0 in layers with only a convolution."""
-    inputs: int
-    """Features of a position that the short convolution reads."""
-    taps: int
-    """Positions that the short convolution reads, including the row's own."""
-    gates: int
-    """Float32 numbers of a position besides its inputs, such as the log decay and beta of each head."""
-
-    def checkpoint_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a checkpoint. `dtype`: of the inputs; states are float32."""
-        state = prod(self.state) * torch.float32.itemsize
-        return self.layers * (state + (self.taps - 1) * self.inputs * dtype.itemsize)
-
-    def tails_bytes(self, dtype: torch.dtype, rows: int) -> int:
-        """Bytes of the two tails of a slot, of `rows` rows each."""
-        row = self.layers * (self.inputs * dtype.itemsize + self.gates * torch.float32.itemsize)
-        return CHECKPOINTS_PER_SEQUENCE * rows * row
-
-    def sequence_bytes(self, dtype: torch.dtype, rows: int) -> int:
-        """Bytes of a sequence: its checkpoints, each with a tail of `rows` rows."""
-        return CHECKPOINTS_PER_SEQUENCE * self.checkpoint_bytes(dtype) + self.tails_bytes(dtype, rows)
-
-    def slot_bytes(self, dtype: torch.dtype, rows: int) -> int:
-        """Bytes of a slot: those of a sequence, and a checkpoint for the prefix cache."""
-        return CHECKPOINTS_PER_SLOT * self.checkpoint_bytes(dtype) + self.tails_bytes(dtype, rows)
 
 
 def tail_rows(page_size: int) -> int:

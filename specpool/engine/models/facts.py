@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specpool.engine.cache.recurrent import RecurrentSizes
+from specpool.engine.config.recurrent_sizes import RecurrentSizes
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.passes.families import latent_sizes, longest_window, recurrent_sizes
 from specpool.engine.sharding.shares import head_dim_of

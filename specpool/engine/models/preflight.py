@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from pydantic import ByteSize
 from specpool.engine.config.architectures import DELTA_NETS, FEATURES, RECURRENT_LAYERS, why_not_supported
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, MTP, EngineOptions
+from specpool.engine.config.recurrent_sizes import read_recurrent_sizes
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
 from specpool.engine.config.target_options import TargetOptions
 from specpool.engine.models.embedded_pair import draft_weights, existing_model
@@ -25,10 +27,19 @@ from specpool.engine.models.model_files import (
 )
 from specpool.engine.models.mtp_format import MTP_FILES, mtp_layout, no_mtp_weights, why_no_mtp
 from specpool.engine.models.vision_language import text_name, text_part
+from specpool.protocol.rounds import MAX_LOOKUP_TOKENS
 from specpool.protocol.worker_info import TRANSLATE, WorkerInfo, why_not_a_pair
 
 TOKENIZER = "tokenizer.json"
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
+KIMI_SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "linear_num_heads": "num_heads",
+        "linear_head_dim": "head_dim",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    }
+)
+"""Keys of sizes in the `linear_attn_config` of Kimi Linear, by their names in transformers."""
 
 
 class InvalidOptionError(UnsupportedModelError):
@@ -185,7 +196,7 @@ def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:
 
 
 def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) -> None:
-    """Compare a limit of memory with a lower bound for one sequence."""
+    """Compare a limit of memory with a lower bound for one sequence, and for the recurrent states of all slots."""
     heads = _size(config, "num_attention_heads")
     layers, kv_heads = _attending_layers(config), _size(config, "num_key_value_heads") or heads
     head_dim = _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
@@ -195,10 +206,25 @@ def _check_memory(limit: int, options: EngineOptions, config: dict[str, Any]) ->
     latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
     # A layer with latent attention may cache one vector instead of keys and values.
     features = latent if _size(config, "kv_lora_rank") else 2 * rank_heads * head_dim
-    needed = layers * features * bytes_each * positions
+    states = options.max_sequences * _slot_bytes(config, bytes_each)
+    needed = layers * features * bytes_each * positions + states
     if limit < needed:
-        sequence = f"sequence of {positions} positions, which needs at least {ByteSize(needed).human_readable()}"
+        shared = (
+            f" and the recurrent states of {options.max_sequences} sequences, which need" if states else ", which needs"
+        )
+        sequence = f"sequence of {positions} positions{shared} at least {ByteSize(needed).human_readable()}"
         raise UnsupportedModelError(f"{ByteSize(limit).human_readable()} is too small for a {sequence}")
+
+
+def _slot_bytes(config: dict[str, Any], itemsize: int) -> int:
+    """Return a lower bound of the recurrent states of a slot in bytes; 0 if all layers attend."""
+    layers = _size(config, "num_hidden_layers") - _attending_layers(config)
+    if not layers:
+        return 0
+    if isinstance(of_kimi := config.get("linear_attn_config"), dict):
+        config = {**config, **{name: of_kimi.get(key) for name, key in KIMI_SIZES.items()}}
+    sizes = read_recurrent_sizes(config["model_type"], layers, partial(_size, config))
+    return sizes.slot_bytes(itemsize, rows=MAX_LOOKUP_TOKENS)
 
 
 def _attending_layers(config: dict[str, Any]) -> int:

@@ -1,14 +1,15 @@
 """The model families that the fused pass runs, and how it reads their configurations."""
 
 from collections.abc import Mapping, Set
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
-from specpool.engine.cache.recurrent import RecurrentSizes
 from specpool.engine.config.architectures import DELTA_NETS, KIMI_LINEAR, RECURRENT_LAYERS, SHORT_CONVS
+from specpool.engine.config.recurrent_sizes import RecurrentSizes, read_recurrent_sizes
 from specpool.engine.passes.kinds import SILU, Activation
 
 # Families that rotate pairs of adjacent features. The others pair features half a head apart.
@@ -52,27 +53,7 @@ def recurrent_sizes(config: PreTrainedConfig) -> RecurrentSizes | None:
     layers = [*(getattr(config, "layer_types", None) or ())].count(RECURRENT_LAYERS.get(config.model_type))
     if not layers:
         return None
-    sizes: Any = config
-    if config.model_type in SHORT_CONVS:
-        return RecurrentSizes(layers, state=(0, 0, 0), inputs=sizes.hidden_size, taps=sizes.conv_L_cache, gates=0)
-    if config.model_type == KIMI_LINEAR:
-        heads, size = sizes.linear_num_heads, sizes.linear_head_dim
-        return RecurrentSizes(
-            layers,
-            state=(heads, size, size),
-            inputs=3 * heads * size,
-            taps=sizes.linear_conv_kernel_dim,
-            gates=heads * size + heads,
-        )
-    keys, values = sizes.linear_num_key_heads, sizes.linear_num_value_heads
-    key_size, value_size = sizes.linear_key_head_dim, sizes.linear_value_head_dim
-    return RecurrentSizes(
-        layers,
-        state=(values, key_size, value_size),
-        inputs=2 * keys * key_size + values * value_size,
-        taps=sizes.linear_conv_kernel_dim,
-        gates=2 * values,
-    )
+    return read_recurrent_sizes(config.model_type, layers, partial(getattr, config))
 
 
 class LatentSizes(NamedTuple):

@@ -20,9 +20,10 @@ from specpool.engine.cache.memory import (
     weight_bytes,
 )
 from specpool.engine.cache.pages import PageTables
-from specpool.engine.cache.recurrent import CHECKPOINTS_PER_SLOT, RecurrentArena, tail_rows
+from specpool.engine.cache.recurrent import RecurrentArena, tail_rows
 from specpool.engine.cache.slots import SlotTable
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.recurrent_sizes import CHECKPOINTS_PER_SLOT
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
@@ -77,7 +78,7 @@ class CacheNeeds:
         """Bytes of the recurrent states of all sequences and of the prefix cache."""
         if self.facts.recurrent is None:
             return 0
-        return self.options.max_sequences * self.facts.recurrent.slot_bytes(self.dtype, self.tail_rows)
+        return self.options.max_sequences * self.facts.recurrent.slot_bytes(self.dtype.itemsize, self.tail_rows)
 
     @property
     def tail_rows(self) -> int:

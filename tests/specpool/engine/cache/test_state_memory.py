@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from delta_nets import save_delta_net
+from delta_nets import save_delta_net, save_recurrent
 from tiny_models import load_engine, refusal
 
 from specpool.engine.cache.layout import PAGE_SIZE
 from specpool.engine.cache.memory import readable
-from specpool.engine.cache.recurrent import RecurrentSizes, tail_rows
+from specpool.engine.cache.recurrent import tail_rows
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.recurrent_sizes import RecurrentSizes
 from specpool.engine.config.target_options import TargetOptions
+from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.engine.run.engine import Engine
 from target_worker.loading import load_pair
 
@@ -32,8 +35,8 @@ def states_of(engine: Engine) -> int:
 def test_a_sequence_takes_little_more_than_a_state_and_its_chunk() -> None:
     """With the sizes of Qwen3.5-0.8B."""
     sizes = RecurrentSizes(18, state=(16, 128, 128), inputs=3 * 16 * 128, taps=4, gates=2 * 16)
-    least = sizes.checkpoint_bytes(torch.float32) + sizes.tails_bytes(torch.float32, CHUNK) / 2
-    assert sizes.sequence_bytes(torch.float32, tail_rows(PAGE_SIZE)) <= 1.5 * least
+    least = sizes.checkpoint_bytes(torch.float32.itemsize) + sizes.tails_bytes(torch.float32.itemsize, CHUNK) / 2
+    assert sizes.sequence_bytes(torch.float32.itemsize, tail_rows(PAGE_SIZE)) <= 1.5 * least
 
 
 @pytest.mark.parametrize("option", ["kv_memory", "memory_budget"])
@@ -50,6 +53,17 @@ def test_limits_include_states(folder: Path, option: str, caplog: pytest.LogCapt
     assert f"less {readable(whole.states)} of recurrent states, " in message
     assert ",," not in message
     assert f"lower --max-sequences or --max-model-len, or raise --{option.replace('_', '-')} to " in message
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "lfm2_moe", "kimi_linear"])
+def test_states_are_counted_before_loading(tmp_path: Path, name: str) -> None:
+    """The first check includes exactly the states and positions that loading reserves."""
+    options = {"max_model_len": 64, "native": False, "max_sequences": 3, "dtype": "float32", "device": "cpu"}
+    info = load_engine(save_recurrent(tmp_path, name), **options).info()
+    least = info.state_bytes_total + 64 * info.kv_bytes_per_token
+    check_options(EngineOptions(model=str(tmp_path), kv_memory=least, **options))
+    with pytest.raises(InvalidOptionError, match=r"kv-memory: .* and the recurrent states of 3 sequences, which need"):
+        check_options(EngineOptions(model=str(tmp_path), kv_memory=least - 1, **options))
 
 
 @pytest.mark.parametrize("option", ["kv_memory", "memory_budget", "draft_kv_memory"])

@@ -112,8 +112,21 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
     assert "which needs at least 6.0KiB" in refusal(latent, kv_memory=2 * 24 * 2 * 64 - 1, max_model_len=64)
     hybrid = {"model_type": "qwen3_next", "full_attention_interval": 2}  # one of two layers caches keys and values
     check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
-    hybrid = {"model_type": "lfm2", "full_attn_idxs": [1]}
-    check_options(EngineOptions(model=model_folder(tmp_path, **hybrid), kv_memory="1KiB"))
+
+
+def test_recurrent_states_are_counted_as_checkpoints_state_them(tmp_path: Path) -> None:
+    """A slot of three checkpoints and two tails of 32 rows, in a model with one layer of each kind."""
+    linear = {"full_attn_layers": [2], "kda_layers": [1], "num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4}
+    kimi = {"model_type": "kimi_linear", "linear_attn_config": linear, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    state, inputs, gates = 4 * 2 * 8 * 8, 2 * 3 * 2 * 8, 4 * (2 * 8 + 2)
+    slot = 3 * (state + 3 * inputs) + 2 * 32 * (inputs + gates)
+    least = 16 * 24 * 2 + 4 * slot
+    options = {"model": model_folder(tmp_path, **kimi), "max_sequences": 4}
+    check_options(EngineOptions(**options, kv_memory=least))
+    assert refusal(**options, kv_memory=least - 1).endswith(
+        "is too small for a sequence of 16 positions and the recurrent states of 4 sequences, which need at least "
+        "52.1KiB"
+    )
 
 
 def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:

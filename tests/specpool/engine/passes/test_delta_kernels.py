@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import normalize, silu, softplus
 
 from specpool.engine.cache.checkpoints import Checkpoints, Segment
-from specpool.engine.cache.recurrent import RecurrentArena, RecurrentSizes
+from specpool.engine.cache.recurrent import RecurrentArena
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.recurrent_sizes import RecurrentSizes
 from specpool.engine.passes.gpu.delta_net import run_segments
 from specpool.engine.passes.gpu.short_conv import convolve_gated
 
