@@ -64,7 +64,8 @@ class TokenReader:
         except TooLongError as error:
             if error.tokens is not None:
                 self.check_length(field, error.tokens)
-            raise InvalidArgumentError(field, f"has more than {self.max_tokens} tokens", limit=self.max_tokens) from None
+            reason = f"has more than {self.max_tokens} tokens"
+            raise InvalidArgumentError(field, reason, limit=self.max_tokens) from None
         except PromptError as error:
             raise InvalidArgumentError(field, str(error)) from None
         self.check_length(field, len(ids))
