@@ -17,6 +17,7 @@ from specpool.cli.waiting import clean
 WIDE_COLUMNS = 80
 """Minimum terminal width for two columns of panels."""
 MAX_SHARES, MIN_SHARE = 8, 0.005
+FINGERPRINT_DIGITS = 8
 BAR_COLUMNS = 20
 UNDEFINED = "-"
 STATE_STYLES = {"ready": "green", "refused": "red"}
@@ -136,9 +137,10 @@ def _worker_line(worker: Worker) -> RenderableType:
 def _draft_line(draft: Draft) -> Text:
     """Format a draft model on one line of at most 80 columns."""
     gain = UNDEFINED if draft.gain is None else f"{draft.gain:.2f}x"
-    accepted = f"{_percent(draft.acceptance_rate)} accepted, {_length(draft.tokens_per_round)} tokens/round"
-    text = f": gain {gain}, {accepted}, share {_percent(draft.share)}"
-    return Text.assemble((f"draft {clean(draft.name)}", "bold"), text, no_wrap=True, overflow="ellipsis")
+    text = f": gain {gain}, {_percent(draft.acceptance_rate)} accepted, share {_percent(draft.share)}"
+    fingerprint = draft.weights_fingerprint[:FINGERPRINT_DIGITS]
+    name = draft.name if fingerprint in draft.name else f"{draft.name} ({fingerprint})"
+    return Text.assemble((f"draft {clean(name)}", "bold"), text, no_wrap=True, overflow="ellipsis")
 
 
 def _detailed_worker(worker: Worker) -> RenderableType:

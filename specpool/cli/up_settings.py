@@ -125,6 +125,7 @@ class UpSettings(ListeningSettings):
     )
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
+    lookup_store_tokens: int = COORDINATOR["lookup_store_tokens"]
     draft_share: Shares | None = Field(
         None,
         description="shares of new samples for the drafts current and canary, such as canary=0.1; 0 withdraws a draft; "
@@ -160,6 +161,8 @@ class UpSettings(ListeningSettings):
             self._check_counts()
         if self.draft_canary is not None and not self.has_draft:
             raise ValueError("draft_canary needs a draft")
+        if self.draft_canary in (MTP, "none"):
+            raise ValueError("draft_canary must be a model; only draft can be mtp or none")
         if self.draft_share is not None and self.draft_canary is None:
             raise ValueError("draft_share needs --draft-canary")
         if unknown := read_shares(self.draft_share or "").keys() - {*DRAFT_NAMES}:

@@ -198,7 +198,7 @@ def test_several_drafts_are_compared() -> None:
         counts = {"rounds": rounds, "completion_tokens": 3 * rounds, "draft_tokens": 4 * rounds}
         counts |= {"accepted_draft_tokens": 2 * rounds, "expected_tokens_per_s": 200}
         current = pb.DraftModelState(name="current", share=0.9, **counts)
-        new = pb.DraftModelState(name="new", weights_fingerprint="b", share=0.1, expected_tokens_per_s=150)
+        new = pb.DraftModelState(name="new", weights_fingerprint="0123456789", share=0.1, expected_tokens_per_s=150)
         return [current, new]
 
     before, info = pb.GetServerInfoResponse(drafts=state(10)), server()
@@ -214,8 +214,8 @@ def test_several_drafts_are_compared() -> None:
     info.draft_workers.extend(workers)
     lines = screen(info, 80, 24)
     text = "\n".join(lines)
-    assert "draft current: gain 2.00x, 50% accepted, 3.00 tokens/round, share 90%" in text
-    assert "draft new: gain 1.50x, - accepted, - tokens/round, share 10%" in text
+    assert "draft current: gain 2.00x, 50% accepted, share 90%" in text
+    assert "draft new (01234567): gain 1.50x, - accepted, share 10%" in text
     assert "time  verify: 75%" in text
     assert len(lines) == 24
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from up_process import Pair, address_of, started, up_command
 
 from specpool.cli.preflight import check_services
@@ -23,10 +24,11 @@ def services(**settings: Any) -> dict[str, Service]:
 
 
 def test_the_coordinator_knows_the_drafts_by_name() -> None:
-    started = services(drafts=2)
+    started = services(drafts=2, lookup_store_tokens=9)
     assert [name for name in started if "target" not in name] == [
         "draft worker 1", "draft worker 2", "canary worker", "coordinator",
     ]  # fmt: skip
+    assert started["coordinator"].settings["lookup_store_tokens"] == 9
     assert started["coordinator"].settings["draft_address"] == ",".join([
         f"current={started['draft worker 1'].address}",
         f"current={started['draft worker 2'].address}",
@@ -45,6 +47,12 @@ def test_a_canary_is_a_draft_worker_with_another_model() -> None:
     assert {draft.settings["threads"], canary.settings["threads"]} == {2}  # they draft at the same time
     assert started["target worker 2"].settings["metrics_port"] == 9104
     assert canary.starts_last
+
+
+@pytest.mark.parametrize("canary", ["mtp", "none"])
+def test_a_canary_without_a_model_is_refused(canary: str) -> None:
+    with pytest.raises(ValidationError, match="draft_canary must be a model"):
+        UpSettings(draft="b", draft_canary=canary)
 
 
 def test_either_draft_may_serve_all_sequences() -> None:
