@@ -93,11 +93,12 @@ LATENT_SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "glm-4.7-flash": {
-        "model_type": "glm4_moe_lite", "vocab_size": 154_880, "max_position_embeddings": 32_768,
+        "model_type": "glm4_moe_lite", "vocab_size": 154_880, "num_hidden_layers": 47,
+        "max_position_embeddings": 32_768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", "vocab_size": 129_280, "first_k_dense_replace": 1,
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "num_hidden_layers": 61, "first_k_dense_replace": 1,
         "max_position_embeddings": 32_768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },

@@ -7,8 +7,8 @@ A step is sequences x new tokens, such as 8x5. "draft8x4" is a draft loop of 4 t
 "eagle8x4" the same on an EAGLE-3 head that reads the 8x5 rows of a verification, and "round8x4" a verification and
 the next drafts of such a head. The floor is the time to read weights and cache once, or to compute. The estimate
 adds repeated reads, uneven work, latencies, and gaps between kernels. Hybrid targets, such as qwen3.5-9b, have no
-drafts; their verifications replay the drafts of the round before, and 1x2048 is a prefill. --step prints the kernels
-of a step. The last line is JSON.
+drafts; their verifications replay the drafts of the round before, and 1x2048 is a prefill. Targets with latent
+attention, such as deepseek-v2-lite, have no drafts either. --step prints the kernels of a step. The last line is JSON.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from benchmarks.gpu.rounds import TARGET, Rounds, Step, step_of
 from benchmarks.gpu.traffic import Traffic, traffic_of
 from benchmarks.kernels import compiling
 from benchmarks.report import chance, finish, milliseconds, output_folder, parser_of, progress, show, whole
-from benchmarks.shapes import HYBRID_SHAPES
+from benchmarks.shapes import HYBRID_SHAPES, LATENT_SHAPES, random_loaded
 from specpool.engine.cache.layout import GPU_PAGE_SIZE
 from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.recurrent import tail_rows
-from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.models.facts import read_facts
 
 STEPS = ("1", "8", "8x5", "64", "64x5", "draft8x4", "eagle8x4", "round1x4", "round8x4", "round64x4")
-HYBRID_STEPS = ("1", "1x5", "8", "8x5", "64", "64x5", "1x2048")
+PLAIN_STEPS = ("1", "1x5", "8", "8x5", "64", "64x5", "1x2048")
 MAX_CACHED = 32_768
 Row = dict[str, Any]
 
@@ -138,17 +138,18 @@ def round_row(step: Step, round_ms: float, plain_ms: float, acceptance: float) -
     }  # fmt: skip
 
 
-def memory_row(model: GpuModel, rows: int) -> Row:
-    """The memory of a hybrid model and of its sequences. `rows`: of a tail."""
-    sizes, dtype = model.recurrent_sizes, model.compute_dtype
-    assert sizes is not None
-    attending = len(model.layers) - sizes.layers
-    return {
-        "weights_gb": round(weight_bytes(model) / 1e9, 1),
-        "checkpoint_mib": round(sizes.checkpoint_bytes(dtype.itemsize) / 2**20, 1),
-        "sequence_mib": round(sizes.slot_bytes(dtype.itemsize, rows) / 2**20, 1),
-        "kv_kib_a_position": 2 * attending * model.kv_heads * model.head_dim * dtype.itemsize / 1024,
-    }  # fmt: skip
+def memory_row(models: Rounds, target: str) -> Row:
+    """The memory of a target and of its sequences."""
+    dtype = models.target.compute_dtype
+    facts = read_facts(random_loaded(target, "meta", dtype))
+    row = {
+        "weights_gb": round(weight_bytes(models.target) / 1e9, 1),
+        "kv_kib_a_position": facts.kv_bytes_per_token(dtype) / 1024,
+    }
+    if (sizes := facts.recurrent) is not None:
+        row["checkpoint_mib"] = round(sizes.checkpoint_bytes(dtype.itemsize) / 2**20, 1)
+        row["sequence_mib"] = round(sizes.slot_bytes(dtype.itemsize, tail_rows(GPU_PAGE_SIZE)) / 2**20, 1)
+    return row
 
 
 def states_row(step: Step, prices: Sequence[Price]) -> Row:
@@ -185,7 +186,7 @@ def kernel_rows(prices: Sequence[Price]) -> list[Row]:
 def main() -> None:
     """Parse the command line, compile, print."""
     parser = parser_of(__doc__)
-    parser.add_argument("--target", choices=(TARGET, *HYBRID_SHAPES), default=TARGET)
+    parser.add_argument("--target", choices=(TARGET, *HYBRID_SHAPES, *LATENT_SHAPES), default=TARGET)
     parser.add_argument("--device", choices=DEVICES, default="h200")
     parser.add_argument("--cached", type=whole(0, MAX_CACHED), default=512, help="cached positions of each sequence")
     parser.add_argument("--steps", type=step_of, nargs="+", help="default: several")
@@ -194,10 +195,10 @@ def main() -> None:
     parser.add_argument("--acceptance", type=chance, default=0.7, help="probability that a draft token is accepted")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    is_hybrid = options.target != TARGET
-    priced = options.steps or [step_of(name) for name in (HYBRID_STEPS if is_hybrid else STEPS)]
+    is_hybrid = options.target in HYBRID_SHAPES
+    priced = options.steps or [step_of(name) for name in (STEPS if options.target == TARGET else PLAIN_STEPS)]
     device, steps = DEVICES[options.device], [*priced, *([options.step] if options.step else [])]
-    if is_hybrid and any(step.kind for step in steps):
+    if options.target != TARGET and any(step.kind for step in steps):
         parser.error(f"{options.target} has no drafts")
     plain = {step: step_of(f"{step.sequences}") for step in steps if step.kind == "round"}
     with compiling(recorder := Recorder()):
@@ -212,7 +213,7 @@ def main() -> None:
         ms, plain_ms = (options.host_ms + milliseconds_of(prices[each]) for each in (step, one))
         rounds.append(round_row(step, ms, plain_ms, options.acceptance))
     show(f"{options.target}, {options.device}, {options.cached} cached", rows)
-    memory = [memory_row(models.target, tail_rows(GPU_PAGE_SIZE))] if is_hybrid else []
+    memory = [memory_row(models, options.target)]
     recurrence = [states_row(step, prices[step]) for step in dict.fromkeys(steps) if is_hybrid]
     show("memory", memory)
     show("recurrence", recurrence)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.launches import Launch, Recorder, TorchKernels, Work
 from benchmarks.kernels import accept_drafts, draft, model_of, run
-from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, SHAPES
+from benchmarks.shapes import HEAD_SHAPES, HYBRID_SHAPES, LATENT_SHAPES, SHAPES
 from specpool.engine.passes.gpu.choice import choose
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.sampling.head import Head
@@ -47,7 +47,7 @@ class Rounds:
         self._recorder, self._cached, self._target = recorder, cached, target
         self._models = {
             name: model_of(shape, torch.bfloat16, shape["num_hidden_layers"])
-            for name, shape in (SHAPES | HYBRID_SHAPES | HEAD_SHAPES).items()
+            for name, shape in (SHAPES | HYBRID_SHAPES | LATENT_SHAPES | HEAD_SHAPES).items()
             if name in ((TARGET, DRAFT, EAGLE) if target == TARGET else (target,))
         }
         for model in self._models.values():

@@ -39,38 +39,48 @@ def traffic_of(launch: Launch, l2_bytes: int) -> Traffic:
 
 
 def _gemm(launch: Launch, l2_bytes: int) -> Traffic:
-    """Each tile loads its part of the weight and its rows. Padding rows are masked, so they only cost operations."""
+    """Each tile loads its part of the weight and its rows. Padding rows are masked, so they only cost operations.
+
+    A head may have its own weight and inputs.
+    """
     given = launch.arguments
     weight, outputs, inputs, count = given["weight"], given["N"], given["K"], given["rows"]
-    row_tiles, output_tiles = -(-count // given["TILE_ROWS"]), -(-outputs // given["TILE_N"])
-    written = given["partials"].nbytes
+    row_tiles, output_tiles, heads = (
+        -(-count // given["TILE_ROWS"]),
+        -(-outputs // given["TILE_N"]),
+        given.get("HEADS", 1),
+    )
+    written = count * heads * outputs * given["results"].itemsize if "results" in given else given["partials"].nbytes
     return Traffic(
         once=weight.nbytes,
         spilled=_spill(written, l2_bytes),
         l2=row_tiles * weight.nbytes + output_tiles * given["x"].nbytes + written,
-        flop=2 * row_tiles * given["TILE_ROWS"] * output_tiles * given["TILE_N"] * inputs,
-        needed_flop=2 * count * outputs * inputs,
+        flop=2 * row_tiles * given["TILE_ROWS"] * heads * output_tiles * given["TILE_N"] * inputs,
+        needed_flop=2 * count * heads * outputs * inputs,
         programs=prod(launch.grid),
-        chain=-(-given["SPLIT_K"] // given["TILE_K"]),
+        chain=-(-given.get("SPLIT_K", inputs) // given["TILE_K"]),
     )
 
 
 def _attend(launch: Launch, l2_bytes: int) -> Traffic:
-    """Each tile loads all keys and values of its sequence and KV head. Tiles of padding end at once."""
+    """Each tile loads all keys and values of its sequence and KV head. Tiles of padding end at once.
+
+    With latent attention, a tile has a block of heads, and the values are the first features of its only KV head.
+    """
     given, work = launch.arguments, launch.work
     heads, groups, dim, height, block = (given[name] for name in ("HEADS", "GROUPS", "DIM", "HEIGHT", "BLOCK"))
-    kv_heads, size, length = heads // groups, given["keys"].itemsize, work.cached + work.tokens
-    tiles = work.sequences * -(-work.tokens // (height // groups)) * kv_heads
+    kv_heads, size, length = len(given["keys"]), given["keys"].itemsize, work.cached + work.tokens
+    tiles = work.sequences * -(-work.tokens // (height // groups)) * -(-heads // groups)
     splits = 1 if given["SERIAL"] else -(-length // given["SPLIT"])
-    keys_and_values = 2 * length * dim * size
+    keys_and_values = length * (dim + (given["ROTARY"] or dim)) * size
     partials = 0 if given["SERIAL"] else work.sequences * work.tokens * splits * heads * (dim + 2) * PARTIALS
     blocks = -(-length // block)
     return Traffic(
         once=work.sequences * kv_heads * keys_and_values,
         spilled=_spill(partials, l2_bytes),
-        l2=tiles * keys_and_values + 2 * given["query"].nbytes + partials,
-        flop=4 * tiles * height * given["WIDTH"] * blocks * block,
-        needed_flop=4 * work.sequences * work.tokens * length * heads * dim,
+        l2=tiles * keys_and_values + given["query"].nbytes + given["attended"].nbytes + partials,
+        flop=2 * tiles * height * (2 * given["WIDTH"] + given["ROTARY_WIDTH"]) * blocks * block,
+        needed_flop=2 * work.sequences * work.tokens * length * heads * (2 * dim + given["ROTARY"]),
         programs=tiles * splits,
         chain=blocks if given["SERIAL"] else -(-min(length, given["SPLIT"]) // block),
         blocks=tiles * blocks,

@@ -42,7 +42,8 @@ def gemm(rows: int, tile_outputs: int = 64) -> Launch:
 def attend(work: Work, serial: bool) -> Launch:
     shape = {"HEADS": 32, "GROUPS": 4, "DIM": 128, "WIDTH": 128, "SPLIT": 256, "HEIGHT": 64, "BLOCK": 64}
     query = empty(work.sequences * work.tokens, 32, 128)
-    return Launch("attend", (1, 8, 1), {"query": query, "keys": empty(8, 10_000, 128), **shape, "SERIAL": serial}, work)
+    given = {"query": query, "attended": query, "keys": empty(8, 10_000, 128), **shape, "ROTARY": 0, "ROTARY_WIDTH": 0}
+    return Launch("attend", (1, 8, 1), {**given, "SERIAL": serial}, work)
 
 
 def price(traffic: Traffic, launch: Launch | None = None) -> Price:
@@ -68,6 +69,30 @@ def test_attention_reads_keys_and_values_once_for_each_tile_of_a_sequence() -> N
     split = traffic_of(attend(Work(64, 5, 512), serial=False), H200.l2_bytes)
     assert (split.programs, split.chain, split.blocks) == (3 * 64 * 8, 4, serial.blocks)
     assert split.l2 == serial.l2 + 320 * 3 * 32 * 130 * 4
+
+
+def test_latent_attention_reads_a_vector_for_each_tile_and_block_of_heads() -> None:
+    shape = {"HEADS": 20, "GROUPS": 10, "DIM": 512, "WIDTH": 512, "ROTARY": 64, "ROTARY_WIDTH": 64}
+    tile = {"SPLIT": 256, "HEIGHT": 16, "BLOCK": 32, "SERIAL": True}
+    given = {"query": empty(40, 20, 576), "attended": empty(40, 20, 512), "keys": empty(1, 10_000, 576)}
+    traffic = traffic_of(Launch("attend", (40, 2, 1), {**given, **shape, **tile}, Work(8, 5, 512)), H200.l2_bytes)
+    cache = 8 * 517 * 576 * 2
+    assert traffic.once == cache
+    assert traffic.l2 == 2 * 5 * cache + 40 * 20 * (576 + 512) * 2  # a tile has 1 row and 10 heads
+    assert traffic.needed_flop == 2 * 40 * 517 * 20 * (576 + 512)
+    assert traffic.flop == 2 * 80 * 16 * 17 * 32 * (576 + 512)
+
+
+def test_heads_multiply_by_their_own_weights() -> None:
+    given = {
+        "x": empty(40, 20, 192), "weight": empty(20, 512, 192), "results": empty(40, 20, 576), "rows": 40, "HEADS": 20,
+        "N": 512, "K": 192, "STRIDE": 576, "TILE_N": 64, "TILE_ROWS": 64, "TILE_K": 64,
+    }  # fmt: skip
+    traffic = traffic_of(Launch("head_gemm", (1, 8, 20), given, Work(8, 5, 512)), H200.l2_bytes)
+    weight, written = 20 * 512 * 192 * 2, 40 * 20 * 512 * 2
+    assert (traffic.once, traffic.l2) == (weight, weight + 8 * 40 * 20 * 192 * 2 + written)
+    assert (traffic.flop, traffic.needed_flop) == (2 * 64 * 20 * 512 * 192, 2 * 40 * 20 * 512 * 192)
+    assert (traffic.programs, traffic.chain) == (8 * 20, 3)
 
 
 def test_a_scan_moves_a_state_and_runs_rows_one_after_the_other() -> None:
@@ -154,3 +179,16 @@ def test_a_hybrid_has_prices_of_its_states() -> None:
     assert 0 < one["scan_ms"] < one["recurrence_ms"] < result["steps"][0]["estimate_ms"]
     assert many["states_gb"] == pytest.approx(8 * 2 * 18 * 16 * 128 * 128 * 4 / 1e9, abs=0.01)
     assert result["memory"][0]["kv_kib_a_position"] == 2 * 6 * 2 * 256 * 2 / 1024
+
+
+@pytest.mark.slow
+def test_latent_attention_has_prices_of_its_vectors() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.gpu.price", "--target", "deepseek-v2-lite", "--steps", "8"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["memory"] == [{"weights_gb": 31.4, "kv_kib_a_position": 27 * (512 + 64) * 2 / 1024}]
+    kernels = {row["kernel"].split()[0]: row for row in result["kernels"]["8"]}
+    assert kernels["attend"]["hbm_mb"] == pytest.approx(8 * 513 * 576 * 2 / 1e6, abs=0.1)
+    assert kernels["head_gemm"]["hbm_mb"] == pytest.approx(16 * 512 * 128 * 2 / 1e6, abs=0.1)

@@ -190,6 +190,29 @@ def test_a_failed_pass_is_repeated_in_smaller_passes(
     assert verdict.token_ids == tokens[end + 1 : end + 10]
 
 
+def test_lost_rounds_are_repeated_from_a_prefix(fresh: Engine, plain: Answers) -> None:
+    """The coordinator lost three results, and resumes before the checkpoints that the worker still has."""
+    prompt, (tokens, chances) = PROMPTS[0], plain[0]
+    verifier, end, wrong = Verifier(fresh), len(PROMPTS[0]), (tokens[len(PROMPTS[0])] + 1) % VOCAB_SIZE
+    verifier.verify([VerifyRound("c", 1, [VerifyItem(0, 0, prompt, cache_namespace=b"x")])])
+    for round_id in (2, 3, 4):
+        start = fresh.slots["c", 0].num_cached_tokens
+        drafts = (*tokens[start + 1 : start + 4], wrong)
+        item = VerifyItem(0, 0, (), after_round_id=round_id - 1, draft_token_ids=drafts)
+        ((verdict,),) = verifier.verify([VerifyRound("c", round_id, [item])])
+        assert verdict.token_ids[:4] == tokens[start + 1 : start + 5]
+    drafts = tokens[end + 1 : end + 11]
+    ((verdict,),) = verifier.verify(
+        [VerifyRound("c", 5, [VerifyItem(0, end, tokens[end : end + 1], draft_token_ids=drafts)])]
+    )
+    assert verdict.status is ItemStatus.CACHE_MISS
+    item = VerifyItem(0, 0, tokens[: end + 1], draft_token_ids=drafts, logprobs=0, cache_namespace=b"x")
+    ((verdict,),) = verifier.verify([VerifyRound("c", 6, [item])])
+    assert verdict.prefix_length == (0 if fresh.layout.is_padded else 64)
+    assert verdict.token_ids == tokens[end + 1 : end + 12]
+    assert tuple(verdict.logprobs.logprobs) == chances[1:12]
+
+
 def test_states_are_shared_only_within_a_namespace(fresh: Engine, plain: Answers) -> None:
     """Others' prompts may evict a state, which costs time but changes no token."""
     verifier, prompt, count = Verifier(fresh), PROMPTS[0], 0

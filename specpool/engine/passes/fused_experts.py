@@ -11,9 +11,6 @@ from specpool.engine.passes.kinds import Activation, Routing
 from specpool.engine.passes.modules import activated, in_chunks
 from specpool.engine.weights.quantized import dequantized_linear, linear_of
 
-TINY = 1e-20
-"""Added to the sum of weights before dividing by it."""
-
 
 class FusedExperts(nn.Module):
     """A router, its experts, and a gated MLP that all rows share, if the family has one.
@@ -92,7 +89,7 @@ def choose_experts(
         total = weights[:, :1]
         for index in range(1, routing.top_k):
             total = total + weights[:, index : index + 1]
-        weights = weights / (total + TINY)
+        weights = weights / (total + routing.epsilon)
     return chosen, weights * routing.scale
 
 
@@ -113,6 +110,7 @@ def _routing_of(router: Any) -> Routing:
         groups,
         top_groups,
         2 if method is None else 1,
+        getattr(router, "epsilon", 1e-20),
     )
 
 

@@ -28,6 +28,8 @@ _NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names of modules in other families, by LFM2's name."""
+ROUTER_EPSILON = 1e-6
+"""Added to the sum of the weights of experts before dividing by it. Other families add next to nothing."""
 
 
 class FusedShortConv(RecurrentLayer):
@@ -62,3 +64,4 @@ def rename_modules(model: nn.Module) -> None:
                 setattr(module, _NAMES[name], child)
         if hasattr(module, "gate"):  # a router
             module.gate.e_score_correction_bias = getattr(module, "expert_bias", None)
+            module.gate.epsilon = ROUTER_EPSILON

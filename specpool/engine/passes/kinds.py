@@ -54,3 +54,5 @@ class Routing(NamedTuple):
     """Number of groups from which experts are chosen."""
     ranked_by: int = 2
     """Number of a group's highest scores whose sum ranks it: 1 or 2."""
+    epsilon: float = 1e-20
+    """Added to the sum of weights before dividing by it."""

@@ -32,7 +32,7 @@ def choose_experts(
     chosen = torch.empty(rows, routing.top_k, dtype=torch.int32, device=partials.device)
     weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=partials.device)
     _choose_experts[(rows,)](
-        partials, bias, correction, slots, chosen, weights, rows, routing.scale,
+        partials, bias, correction, slots, chosen, weights, rows, routing.scale, routing.epsilon,
         EXPERTS=experts, SIZE=size, WIDTH=power_of_two(experts),
         TOP_K=routing.top_k, TOP_WIDTH=power_of_two(routing.top_k),
         GROUPS=routing.groups, TOP_GROUPS=routing.top_groups, RANKED_BY=routing.ranked_by, SPLITS=len(partials),
@@ -96,7 +96,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows"])
     def _choose_experts(
-        partials, bias, correction, slots, chosen, weights, rows, scale,
+        partials, bias, correction, slots, chosen, weights, rows, scale, epsilon,
         EXPERTS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, TOP_WIDTH: tl.constexpr,
         GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RANKED_BY: tl.constexpr, SPLITS: tl.constexpr,
         BIASED: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZES: tl.constexpr, OVERLAP: tl.constexpr,
@@ -126,7 +126,7 @@ if triton is not None:
             experts, factors = tl.where(rank == index, best, experts), tl.where(rank == index, factor, factors)
             ranked, total = tl.where(expert == best, float("-inf"), ranked), total + factor
         if RENORMALIZES:
-            factors = factors / (total + 1e-20)
+            factors = factors / (total + epsilon)
         experts = tl.where(tl.load(slots + row) >= 0, experts, -1)
         tl.store(chosen + row * TOP_K + rank, experts, mask=rank < TOP_K)
         tl.store(weights + row * TOP_K + rank, factors * scale, mask=rank < TOP_K)

@@ -47,7 +47,7 @@ class Routing(Structure):
         *((name, c_int64) for name in ("experts", "top_k", "groups", "top_groups", "ranked_by")),
         *((name, c_int64) for name in ("is_sigmoid", "renormalizes")),
         ("size", c_int64),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "epsilon")),
     )
 
 

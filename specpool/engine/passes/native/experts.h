@@ -5,9 +5,6 @@
 
 #include "short_conv.h"
 
-/* Added to the sum of weights before it divides them. As in fused_experts.py. */
-#define TINY_WEIGHT 1e-20f
-
 /* Activations of the experts of a layer. */
 typedef struct {
     const Routing *routing;
@@ -116,7 +113,7 @@ static ONE_COPY void choose(const Stage *stage, int64_t row, int64_t end) {
         }
         float scale = routing->scale;
         for (int64_t k = 0; k < top_k; k++)
-            weights[k] = (routing->renormalizes ? weights[k] / (sum + TINY_WEIGHT) : weights[k]) * scale;
+            weights[k] = (routing->renormalizes ? weights[k] / (sum + routing->epsilon) : weights[k]) * scale;
     }
 }
 

@@ -25,7 +25,7 @@ typedef struct {
     int64_t ranked_by; /* number of a group's highest scores whose sum ranks it: 1 or 2 */
     int64_t is_sigmoid, renormalizes;
     int64_t size; /* intermediate size of an expert */
-    float scale;
+    float scale, epsilon; /* `epsilon`: added to the sum of weights before it divides them */
 } Routing;
 
 /* How MLPs combine gate and up. */

@@ -51,6 +51,7 @@ def routing_of(fused: FusedModel) -> Routing:
         renormalizes=routing.renormalizes,
         size=down.in_features,
         scale=routing.scale,
+        epsilon=routing.epsilon,
     )
 
 

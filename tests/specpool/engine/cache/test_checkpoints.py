@@ -1,5 +1,6 @@
 """Every row starts from the state of the tokens before it, whatever is rejected, repeated, lost, shared or evicted."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specpool.engine.cache.checkpoints import NONE, Checkpoints, Segment
 from specpool.engine.cache.pages import PageTables
+from specpool.engine.cache.recurrent import tail_rows
 from specpool.engine.cache.slots import SequenceKey, SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import _chunks
-from specpool.protocol.rounds import ItemStatus, SequenceItem
+from specpool.protocol.rounds import MAX_DRAFT_TOKENS, MAX_LOOKUP_TOKENS, ItemStatus, SequenceItem
 
 SLOTS, PAGES, PAGE_SIZE, MAX_LENGTH = 2, 18, 4, 48
 ROWS, SPACING = 6, 16
@@ -276,3 +278,22 @@ def test_without_its_checkpoint_a_prefix_is_shorter() -> None:
     table.release([("a", 1)])
     assert table.realign(("a", 2), 1, item, 201) is ItemStatus.CACHE_MISS
     table.check_integrity()
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_drafts_ahead_keep_the_positions_where_a_verification_may_end(page_size: int) -> None:
+    """The longest lookup is verified, and the longest draft continues it."""
+    chance, length, cached = random.Random(0), 100, 99
+    checkpoints = Checkpoints(1, 3, page_size, tail_rows(page_size))
+    checkpoints.segment(Span(0, 0, [0] * cached, 1), 0)
+    for _ in range(300):
+        assert checkpoints.reach(0, cached) == cached
+        checkpoints.truncate(0, cached)
+        unverified, drafted = chance.choice((0, 5, MAX_LOOKUP_TOKENS)), chance.randint(1, MAX_DRAFT_TOKENS)
+        new, end = length - cached, length + unverified
+        checkpoints.segment(Span(0, cached, [0] * (new + unverified), 1, num_tentative=unverified + (new > 1)), 0)
+        for position in range(end, end + drafted):
+            checkpoints.segment(Span(0, position, [0], 1, num_tentative=1), 0)
+        cached = length + chance.choice((0, unverified // 2, unverified))
+        length = cached + chance.choice((1, 1, 4))
+        checkpoints.check_integrity()

@@ -17,9 +17,14 @@ from tiny_models import (
 )
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
 
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.experts import Experts, replace_experts, set_expert_tiles
+from specpool.engine.passes.fused_experts import FusedExperts, choose_experts
+from specpool.engine.passes.fused_short_conv import rename_modules
+from specpool.engine.passes.kinds import SILU
 from specpool.engine.startup.step_times import timed_passes
 
 MAX_LENGTH = 128
@@ -44,6 +49,26 @@ def config_of(family: str) -> PreTrainedConfig:
     known = AutoConfig.for_model(family)
     names = known.to_dict().keys() | known.attribute_map.keys()
     return small_config(family, **{name: value for name, value in EXPERTS.items() if name in names})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "block"), [("lfm2_moe", Lfm2MoeSparseMoeBlock), ("glm4_moe", Glm4MoeMoE)])
+def test_weights_with_a_tiny_sum_match_transformers(family: str, block: Any) -> None:
+    """All scores are about 1e-6. Families add different numbers to their sum."""
+    torch.manual_seed(0)
+    config = config_of(family)
+    module, rows = block(config), torch.ones(1, config.hidden_size)
+    for parameter in module.parameters():
+        parameter.normal_(std=0.02)
+    module.gate.weight -= 14 / config.hidden_size
+    is_lfm2 = family == "lfm2_moe"
+    _, weights, chosen = module.gate(rows, *([module.expert_bias] if is_lfm2 else []))
+    if is_lfm2:
+        rename_modules(module)
+    experts = FusedExperts(module, SILU, None)
+    own, own_weights = choose_experts(experts.router(rows), experts.routing, experts.correction)
+    assert torch.equal(own.sort().values, chosen.sort().values)
+    torch.testing.assert_close(own_weights[0, own.argsort()], weights[0, chosen.argsort()])
 
 
 def save_mixture(folder: Path, family: str) -> Path:

@@ -31,6 +31,7 @@ ROUTINGS = {
     "softmax": PLAIN,
     "not renormalized": Routing(3, "softmax", renormalizes=False),
     "sigmoid, in groups": Routing(4, "sigmoid", renormalizes=True, scale=2.5, groups=3, top_groups=2),
+    "sigmoid, large epsilon": Routing(2, "sigmoid", renormalizes=True, epsilon=0.5),
     "softmax, in groups of one best": Routing(2, "softmax", renormalizes=False, groups=3, top_groups=1, ranked_by=1),
 }
 GPT_OSS = Activation("silu", alpha=1.7, limit=1.0, shift=1.0)

@@ -68,6 +68,19 @@ def test_of_equal_scores_the_lower_index_comes_first(tmp_path: Path) -> None:
     torch.testing.assert_close(decode_alone(engine, tokens), decode_alone(fused, tokens), atol=1e-5, rtol=1e-4)
 
 
+def test_the_sum_of_weights_has_an_epsilon(tmp_path: Path) -> None:
+    engine, fused = load_mixture(save_mixture(tmp_path)), load_engine(tmp_path, native=False)
+    native: Any = engine.forward_pass
+    layers: Any = fused.forward_pass.layers
+    tokens = random_tokens(20)
+    before = decode_alone(engine, tokens)
+    native._model.routing.epsilon = 1
+    for layer in layers[1:]:
+        layer.mlp.routing = layer.mlp.routing._replace(epsilon=1.0)
+    assert (decode_alone(engine, tokens) - before).abs().max() > 1e-2
+    torch.testing.assert_close(decode_alone(engine, tokens), decode_alone(fused, tokens), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_a_nan_router_logit_makes_the_logits_nan(tmp_path: Path, scores: str) -> None:
     engine = load_mixture(save_mixture(tmp_path))

@@ -142,7 +142,7 @@ int main(void) {
                    .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
                    .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f, .activation = {.alpha = 1, .limit = INFINITY},
                    .routing = {.experts = EXPERTS, .top_k = 2, .groups = 3, .top_groups = 2, .is_sigmoid = 1,
-                               .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f},
+                               .renormalizes = 1, .size = EXPERT_SIZE, .scale = 1.5f, .epsilon = 1e-20f},
                    .recurrence = {KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, TAPS, FEATURES, TOKENS}};
     int64_t tokens[TOKENS];
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int64_t)(state % VOCABULARY), uniform();
