@@ -96,8 +96,8 @@ async def test_a_lost_state_costs_one_round() -> None:
 
 async def test_a_prefix_is_found_on_the_target_that_keeps_its_states() -> None:
     targets = [CountingTarget(), CountingTarget()]
-    async with replicas(targets[1], first=targets[0], with_draft=False) as served:
-        prompts = [[i] * 70 for i in range(4)]
+    async with replicas(targets[1], first=targets[0], with_draft=False, prefill_tokens=280) as served:
+        prompts = [[i] * 70 for i in range(4)]  # which may all prefill in one round
         await asyncio.gather(*(served.expect(make_request(prompt, 4, k=0)) for prompt in prompts))
         for prompt in prompts:
             response = await served.expect(make_request([*prompt, 1, 2], 4, k=0))
