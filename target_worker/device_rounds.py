@@ -46,7 +46,7 @@ class DeviceRounds:
         if state_layers and state_layers != self._layers:  # the draft reads them in another order, or some twice
             return {}
         parts = self._parts(self._round, ready, spans)
-        if not parts or not self._reserve(rounds, ready, parts):
+        if not parts or not self._reserve(rounds, parts):
             return {}
         try:
             results = self._round.run([*parts.values()], state_layers)
@@ -90,12 +90,7 @@ class DeviceRounds:
         fits = _item_of(key, part).end <= max_length
         return part if slot is not None and fits and _is_current(slot, self._target.slots[key].carried, item) else None
 
-    def _reserve(
-        self,
-        rounds: Sequence[VerifyRound],
-        ready: Mapping[SequenceKey, VerifyItem],
-        parts: Mapping[SequenceKey, RoundSpan],
-    ) -> bool:
+    def _reserve(self, rounds: Sequence[VerifyRound], parts: Mapping[SequenceKey, RoundSpan]) -> bool:
         """Truncate the draft's cache to the committed tokens, and reserve pages for the pass and all steps."""
         for round_ in rounds:
             keys = [(round_.coordinator_id, item.sequence_id) for item in round_.items]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, imitate_kernels, make_dot_batch_invariant
+from interpreted_kernels import imitate_graphs, make_dot_batch_invariant
 
 from benchmarks import shapes
 from benchmarks.gpu import __main__ as gpu
@@ -109,9 +109,8 @@ def test_a_rehearsal_measures_all_parts(
 
 @pytest.mark.slow
 def test_the_gpu_pass_is_measured_captured_and_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate_kernels(monkeypatch)
+    imitate_graphs(monkeypatch)
     monkeypatch.setattr(forward, "compile_pass", lambda *_: None)
-    monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
     settings = settings_for(tmp_path)
     results = {}
     for name in ("steps", "draft", "round"):

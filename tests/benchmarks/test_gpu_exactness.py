@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, attend_pages, imitate_kernels
+from interpreted_kernels import FakeGraphs, attend_pages, imitate_graphs
 
 from benchmarks import shapes
 from benchmarks.gpu import engines, exactness, part, steps
@@ -77,8 +77,7 @@ def _draft_at_one_position(patch: pytest.MonkeyPatch) -> None:
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     for name, shape in part.TINY_SHAPES.items():
         monkeypatch.setitem(shapes.SHAPES, name, shape)
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
+    imitate_graphs(monkeypatch)
     monkeypatch.setattr(forward, "compile_pass", lambda *_: None)
     deadline = time.monotonic() + 1e9
     return Settings("cpu", "float32", *part.TINY_SHAPES, True, str(tmp_path), str(tmp_path), deadline)

@@ -12,7 +12,6 @@ from framings import (
     END_STREAM,
     HEADERS,
     PREFACE,
-    RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
     frame,
@@ -48,10 +47,6 @@ class DeafClient:
     def has_ended(self, stream: int) -> bool:
         """Whether the response, with its status, has arrived."""
         return self.frames[stream].count(HEADERS) == 2
-
-    def was_reset(self, stream: int) -> bool:
-        """Whether the server has reset a call."""
-        return RST_STREAM in self.frames[stream]
 
     async def receive(self, reader: asyncio.StreamReader) -> None:
         while True:

@@ -1,18 +1,24 @@
 """Run the GPU pass on a CPU: with interpreted kernels, or with torch operations in their place."""
 
 import math
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import load_engine, random_tokens, transformers_logits
 from torch.nn.functional import linear
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu import attention, branches, draft_loop, gemm, inputs, layers, model
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.choice import REMAINING, SIZES
 from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.gpu.rows import Addend, Recorder
 from specpool.engine.passes.kinds import FULL_ATTENTION, SILU, Activation, AttentionKind
 from specpool.engine.passes.modules import activated
@@ -21,6 +27,7 @@ from specpool.engine.passes.rotary import rotate
 from specpool.engine.probes import kernels
 from specpool.engine.run import device_round
 from specpool.engine.run import pass_selection as forward
+from specpool.engine.run.engine import Engine
 from specpool.engine.sampling.head import Head
 from specpool.engine.sampling.kernel import CONTEXT_LENGTH
 from specpool.engine.sampling.sampler import choose_token
@@ -42,6 +49,31 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(self_test, "PROBED_PASSES", (1,))
     patch.setattr(startup, "measure_step_times", lambda _: {})
     patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)
+
+
+def load_by_kernels(patch: pytest.MonkeyPatch, folder: Path, max_model_len: int) -> Engine:
+    """Return an engine of three slots that runs the GPU kernels, with pages in random order."""
+    run_by_kernels(patch)
+    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=max_model_len)
+    assert isinstance(engine.forward_pass, GpuModel)
+    assert not engine.notes
+    shuffle_pages(engine)
+    return engine
+
+
+def shuffle_pages(engine: Engine) -> None:
+    """Make sequences take pages in random order."""
+    random.Random(0).shuffle(engine.slots.tables.pool._unused)
+
+
+def check_against_transformers(engine: Engine, folder: Path, tolerance: float) -> torch.Tensor:
+    """Compare the logits of a prompt, beside another one, with those of transformers. Return the prompt's."""
+    tokens = random_tokens(20)
+    together = engine.forward([Span(2, 0, tokens, 20), Span(0, 0, tokens[:3], 1)])
+    expected = transformers_logits(folder, tokens)
+    torch.testing.assert_close(together, torch.cat([expected, expected[2:3]]), atol=tolerance, rtol=1e-4)
+    assert torch.equal(engine.forward([Span(1, 0, tokens[:3], 1)]), together[20:])
+    return together[:20]
 
 
 def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
@@ -100,6 +132,16 @@ class StaleGraphs(FakeGraphs):
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         self.captured += 1
         return lambda: None, run()
+
+
+def imitate_graphs(patch: pytest.MonkeyPatch, rows: int | None = None, graphs: FakeGraphs | None = None) -> FakeGraphs:
+    """Imitate kernels and CUDA graphs. `rows`: limit of captured passes, if not that of a GPU. Return the graphs."""
+    imitate_kernels(patch)
+    fake = graphs or FakeGraphs()
+    patch.setattr(forward, "CudaGraphs", lambda: fake)
+    if rows is not None:
+        patch.setattr(CapturedModel, "captured_rows", rows)
+    return fake
 
 
 def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:

@@ -63,6 +63,21 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
     return folder
 
 
+def vary(folder: Path, noise: float = 0.3, routers: str | tuple[str, ...] = ()) -> Path:
+    """Add noise with this standard deviation to the norms, biases and other vectors of a saved model.
+
+    `routers`: ends of the names of weights that choose experts, to make them clearly prefer some.
+    """
+    generator = torch.Generator().manual_seed(1)
+    with edited_weights(folder) as weights:
+        for name, weight in weights.items():
+            if weight.dim() < 2 and weight.is_floating_point():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=noise)
+            elif name.endswith(routers):
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
+    return folder
+
+
 def noisy_copy(model: Path, folder: Path, noise: float = 0.004) -> Path:
     """Save a draft with nearly the same weights. `noise`: standard deviation of the differences."""
     shutil.copytree(model, folder)

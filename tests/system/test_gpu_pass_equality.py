@@ -4,11 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import imitate_graphs
 from mixes import MAX_TOKENS, Case, assert_equal, make_prompt, make_request, play
 from pair_service import serving_pair
 
-from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
@@ -23,9 +22,7 @@ Pair = tuple[Path, Path]
 
 @pytest.mark.slow
 async def test_tokens_are_those_of_plain_decoding(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate_kernels(monkeypatch)
-    fake_graphs, drafted = FakeGraphs(), 0
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake_graphs)
+    fake_graphs, drafted = imitate_graphs(monkeypatch), 0
     draft = Engine.draft
 
     def counting(engine: Engine, *arguments: object) -> object:

@@ -10,13 +10,11 @@ import pytest
 import torch
 from eagle_heads import save_eagle_head
 from feature_drafts import save_pair_draft
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import imitate_graphs, imitate_kernels
 from own_drafts import Generation, Rounds
 from tiny_models import forget_all, load_engine, random_tokens, save_model, small_config
 
 from draft_worker.proposer import Proposer
-from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.run import pass_selection
 from specpool.engine.run.device_round import DeviceRound
 from specpool.engine.run.engine import Engine
 from specpool.protocol.errors import WorkerFailedError
@@ -50,8 +48,7 @@ def pair(
             target = save_model(folder / "target", small_config("llama", num_hidden_layers=8))
             draft = save_eagle_head(folder / "head", 3)
         if kind in ("states", "EAGLE-3"):
-            patch.setattr(pass_selection, "CudaGraphs", FakeGraphs)
-            patch.setattr(CapturedModel, "captured_rows", 24)
+            imitate_graphs(patch, rows=24)
         draft_options = {"target_model": str(target)} if kind == "EAGLE-3" else {"max_model_len": MAX_DRAFT_LENGTH}
         yield load_engine(target, **options), load_engine(draft, **options, **draft_options)
 

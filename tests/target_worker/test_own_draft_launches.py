@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from feature_drafts import save_pair_draft
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_graphs
 from own_drafts import Generation, Rounds
 from tiny_models import load_engine, random_tokens, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_worker.proposer import Proposer
 from specpool.engine.passes.gpu import gemm
-from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
-from specpool.engine.run import device_round, pass_selection
+from specpool.engine.run import device_round
 from specpool.protocol.rounds import OwnDraftItem
 from target_worker.verifier import Verifier
 
@@ -76,14 +75,12 @@ class CountedGraphs(FakeGraphs):
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A target, and a draft that reads its states. Their passes are captured."""
-    imitate_kernels(monkeypatch)
+    imitate_graphs(monkeypatch, 64, CountedGraphs())
     counted = CountedGraphs.launches.counted
     for module, name in ((gemm, "split_k_gemm"), (device_round, "accept")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, counted("wait", getattr(torch.Tensor, name)))
-    monkeypatch.setattr(pass_selection, "CudaGraphs", CountedGraphs)
-    monkeypatch.setattr(CapturedModel, "captured_rows", 64)
     target = save_model(tmp_path / "target", small_config("llama", num_hidden_layers=3))
     causal = save_model(tmp_path / "causal", small_config("llama", num_hidden_layers=1))
     return target, save_pair_draft(tmp_path / "draft", target, causal, (1, 2))

@@ -26,9 +26,7 @@ USUAL = [
     decoders.WordPiece("##", True),
     decoders.BPEDecoder("</w>"),
     decoders.CTC(),
-    decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    ),
+    decoders.Sequence(LLAMA),
     decoders.Sequence([decoders.Sequence([decoders.Replace("▁", "")]), decoders.Metaspace()]),
 ]
 TOKEN = st.sampled_from(["a", "▁", "▁b", "##c", "d</w>", "<0xE2>", "<0x82>", "<0xAC>", "|", "<pad>", "Ġe", "é", ","])

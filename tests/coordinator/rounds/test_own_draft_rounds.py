@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
 from replicas import long_requests, replicas, stream_all
 from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving
+from test_rounds_ahead import Unreliable
 
 from specpool.testing import FakeOwnDraft
 from specpool.v1 import generation_pb2 as pb
@@ -121,31 +121,9 @@ async def test_a_slow_draft_runs_only_in_trials_until_it_becomes_faster() -> Non
         await generate_until(served, lambda drafted, _: drafted >= 100)
 
 
-class Unreliable(RecordingTarget):
-    """Loses caches, or fails, in every tenth round."""
-
-    fault = ""
-    count = 0
-
-    async def Verify(self, request: Any, context: Any) -> Any:
-        self.count += 1
-        fault = self.fault if self.count % 10 == 0 else ""
-        if fault == "forget":
-            self.forget()
-        if fault == "refuse":
-            self.fail_next.append(grpc.StatusCode.INVALID_ARGUMENT)
-        if fault == "unavailable":
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "told to fail")
-        response = await super().Verify(request, context)
-        if fault == "wrong round":
-            response.round_id += 1
-        return response
-
-
 @pytest.mark.parametrize("fault", ["forget", "refuse", "unavailable", "wrong round"])
 async def test_faults_cost_no_token(fault: str) -> None:
-    target = Unreliable(draft=FakeOwnDraft(0.8))
-    target.fault = fault
+    target = Unreliable(0.1, (fault,), draft=FakeOwnDraft(0.8))
     async with serving(target, with_draft=False) as served:
         await asyncio.gather(*(served.expect(make_request([i, 3, 4], 60, k=4)) for i in range(6)))
         counters = (await served.until_idle()).counters

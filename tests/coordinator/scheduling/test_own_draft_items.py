@@ -1,13 +1,13 @@
 """Rounds of a target worker that carries a draft match plain decoding, even after either cache is lost."""
 
 import random
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_round import VOCAB_SIZE, choose, decode_plainly
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.drafts import DRAFT_BACKOFF_ROUNDS
@@ -17,21 +17,9 @@ from specpool.drafting.plans import DraftMethod, DraftPlan, Lookup
 from specpool.protocol.rounds import ItemStatus, OwnDraft, OwnDraftItem, Verdict, VerifyItem
 from specpool.protocol.worker_info import WorkerInfo
 
-VOCAB_SIZE, WRONG = 11, 12
+WRONG = VOCAB_SIZE + 1
 OWN = WorkerInfo(max_model_len=1000, vocab_size=VOCAB_SIZE)
 READER = replace(OWN, feature_layers=(1,), feature_width=4)
-
-
-def choose(context: Iterable[int]) -> int:
-    """The target's next token."""
-    return zlib.crc32(bytes(context)) % VOCAB_SIZE
-
-
-def decode_plainly(request: GenerationRequest) -> list[int]:
-    tokens = list(request.prompt_ids)
-    while len(tokens) < len(request.prompt_ids) + request.max_tokens:
-        tokens.append(choose(tokens))
-    return tokens[len(request.prompt_ids) :]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import SMALL, decode_alone, edited_weights, load_engine, random_tokens, save_model, transformers_logits
+from tiny_models import SMALL, decode_alone, load_engine, random_tokens, save_model, transformers_logits, vary
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -96,12 +96,7 @@ def refused_by_config(folder: Path, config: PreTrainedConfig, architecture: str)
 
 def check_logits(folder: Path, config: PreTrainedConfig) -> None:
     """Compare the engine's logits of a random model, beyond its window, with those of transformers."""
-    save_model(folder, config)
-    generator = torch.Generator().manual_seed(1)
-    with edited_weights(folder) as weights:
-        for weight in weights.values():  # norms, biases and other vectors
-            if weight.dim() < 2 and weight.is_floating_point():
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    vary(save_model(folder, config), 0.1)
     engine = load_engine(folder, exact=False, max_model_len=LENGTH, max_sequences=1)
     tokens = random_tokens(LENGTH)
     actual, expected = decode_alone(engine, tokens), transformers_logits(folder, tokens)

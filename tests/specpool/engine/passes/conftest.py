@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from interpreted_kernels import make_dot_batch_invariant
 
 
@@ -13,3 +14,10 @@ def _imitated_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     make_dot_batch_invariant(monkeypatch)
     with np.errstate(over="ignore", invalid="ignore"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

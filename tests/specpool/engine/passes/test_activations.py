@@ -1,6 +1,5 @@
 """Activations and long passes are batch-invariant on any number of threads."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from specpool.engine.passes.modules import ChunkedActivation, chunk_activations,
 from specpool.engine.run.engine import Engine
 
 pytestmark = pytest.mark.cpus
-
-
-@pytest.fixture(autouse=True)
-def _restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -2,7 +2,7 @@
 
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,12 +216,8 @@ def test_feature_drafts_match_single_steps(feature_engines: Engines, seed: int) 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_counts_change_no_draft(engines: Engines, threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        run_rounds(engines, seed=1)
-    finally:
-        torch.set_num_threads(before)
+    run_rounds(engines, seed=1)
 
 
 def spoil_embeddings(engine: Engine) -> None:
@@ -305,10 +301,3 @@ def test_without_a_compiler_drafts_run_step_by_step(tiny_pair: tuple[Path, Path]
         engine = load_engine(tiny_pair[1], exact=False)
     assert isinstance(engine.forward_pass, NativeModel)
     assert engine.draft_loop is None
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

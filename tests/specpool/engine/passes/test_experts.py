@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
-    edited_weights,
     load_engine,
     random_tokens,
     rows_that_differ,
     save_model,
     small_config,
     transformers_logits,
+    vary,
 )
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -73,15 +73,7 @@ def test_weights_with_a_tiny_sum_match_transformers(family: str, block: Any) -> 
 
 def save_mixture(folder: Path, family: str) -> Path:
     """Save a random model whose router clearly prefers some experts."""
-    save_model(folder, config_of(family))
-    generator = torch.Generator().manual_seed(1)
-    with edited_weights(folder) as weights:
-        for name, weight in weights.items():
-            if weight.dim() < 2 and weight.is_floating_point():  # norms and biases
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
-            elif name.endswith(ROUTERS):
-                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
-    return folder
+    return vary(save_model(folder, config_of(family)), 0.1, ROUTERS)
 
 
 @pytest.mark.parametrize("family", [FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES.split())])

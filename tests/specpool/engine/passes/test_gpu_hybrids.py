@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from delta_nets import save_delta_net, save_recurrent
-from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from interpreted_kernels import imitate_graphs, imitate_kernels, load_by_kernels
 from tiny_models import load_engine, random_tokens, transformers_logits
 from transformers import AutoModelForCausalLM
 
@@ -61,12 +61,8 @@ def assert_rounds_have_the_bits_of(engine: Engine, expected: torch.Tensor, token
 def test_kernels_match_transformers_and_decoding_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    run_by_kernels(monkeypatch)
     folder = save_recurrent(tmp_path, name, **MODELS[name])
-    options = {"native": False, "cuda_graphs": False, "max_sequences": 3, "max_model_len": 32}
-    engine = load_engine(folder, exact=False, **options)
-    assert isinstance(engine.forward_pass, GpuModel)
-    assert not engine.notes
+    engine = load_by_kernels(monkeypatch, folder, max_model_len=32)
     assert not engine.supports_branches
     assert engine.draft_loop is None
     tokens = random_tokens(LENGTH)
@@ -98,10 +94,7 @@ def test_passes_have_only_the_segments_that_memory_is_reserved_for(tmp_path: Pat
 
 
 def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeGraphs()
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake)
-    monkeypatch.setattr(CapturedModel, "captured_rows", 8)
+    fake = imitate_graphs(monkeypatch, rows=8)
     engine = load_engine(
         save_delta_net(tmp_path, **SMALL), exact=False, native=False, max_sequences=3, max_model_len=32
     )

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, attended_row, imitate_kernels, run_by_kernels
+from interpreted_kernels import attended_row, check_against_transformers, imitate_graphs, load_by_kernels
 from test_latent import VARIANTS, save_latent
-from tiny_models import load_engine, random_tokens, transformers_logits
+from tiny_models import load_engine, random_tokens
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
@@ -15,10 +15,8 @@ from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_pages, num_splits, rows_per_tile
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.head_gemm import HeadGemm
-from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.kinds import FULL_ATTENTION
 from specpool.engine.probes import kernels
-from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
 
@@ -106,17 +104,10 @@ def test_a_gemm_per_head_is_batch_invariant(dtype: torch.dtype) -> None:
     ],
 )
 def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    run_by_kernels(monkeypatch)
     family, changes = VARIANTS[name]
-    folder = save_latent(tmp_path, family, {**changes, "num_hidden_layers": 2})
-    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=40)
-    assert isinstance(engine.forward_pass, GpuModel)
-    assert not engine.notes
-    tokens = random_tokens(20)
-    together = engine.forward([Span(2, 0, tokens, 20), Span(0, 0, tokens[:3], 1)])
-    expected = transformers_logits(folder, tokens)
-    torch.testing.assert_close(together, torch.cat([expected, expected[2:3]]), atol=1e-4, rtol=1e-4)
-    assert torch.equal(engine.forward([Span(1, 0, tokens[:3], 1)]), together[20:])
+    folder, tokens = save_latent(tmp_path, family, {**changes, "num_hidden_layers": 2}), random_tokens(20)
+    engine = load_by_kernels(monkeypatch, folder, max_model_len=40)
+    together = check_against_transformers(engine, folder, 1e-4)
     assert torch.equal(engine.forward([Span(1, 3, tokens[3:6], 3)]), together[3:6])
     engine.forward([Span(1, 6, [1, 2], 0)])
     branch = Span(1, 6, tokens[6:9], 3, prefix_length=6, offset=2)
@@ -124,10 +115,7 @@ def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_replayed_passes_have_the_bits_of_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeGraphs()
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake)
-    monkeypatch.setattr(CapturedModel, "captured_rows", 8)
+    fake = imitate_graphs(monkeypatch, rows=8)
     family, changes = VARIANTS["dense, pairs half a head apart"]
     folder = save_latent(tmp_path, family, {**changes, "num_hidden_layers": 1})
     engine = load_engine(folder, False, native=False, max_sequences=3, max_model_len=32)

@@ -1,6 +1,5 @@
 """The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,16 @@ from unittest import mock
 import pytest
 import torch
 from feature_drafts import encoded_states, random_states, save_feature_draft
-from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from interpreted_kernels import (
+    FakeGraphs,
+    check_against_transformers,
+    imitate_graphs,
+    load_by_kernels,
+    run_by_kernels,
+    shuffle_pages,
+)
 from test_fused import VARIANTS, save_random
-from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
+from tiny_models import load_engine, random_tokens, rows_that_differ
 
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
@@ -35,11 +41,6 @@ from target_worker.loading import load_target
 pytest.importorskip("triton")
 
 
-def shuffle_pages(engine: Engine) -> None:
-    """Make sequences take pages in random order."""
-    random.Random(0).shuffle(engine.slots.tables.pool._unused)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -56,27 +57,15 @@ def shuffle_pages(engine: Engine) -> None:
     ],
 )
 def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    run_by_kernels(monkeypatch)
     family, changes = VARIANTS[name]
     window = {"sliding_window": 6} if changes.get("sliding_window") else {}
     folder = save_random(tmp_path, family, {**changes, **window})
-    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
-    assert isinstance(engine.forward_pass, GpuModel)
-    assert not engine.notes
-    shuffle_pages(engine)
-    tokens = random_tokens(20)
-    together = engine.forward([Span(2, 0, tokens, 20), Span(0, 0, tokens[:3], 1)])
-    expected = transformers_logits(folder, tokens)
-    torch.testing.assert_close(together, torch.cat([expected, expected[2:3]]), atol=2e-5, rtol=1e-4)
-    assert torch.equal(engine.forward([Span(1, 0, tokens[:3], 1)]), together[20:])
+    check_against_transformers(load_by_kernels(monkeypatch, folder, max_model_len=26), folder, 2e-5)
 
 
 @pytest.mark.slow
 def test_kernels_run_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_by_kernels(monkeypatch)
-    folder = save_random(tmp_path, *VARIANTS["qwen3"])
-    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=40)
-    shuffle_pages(engine)
+    engine = load_by_kernels(monkeypatch, save_random(tmp_path, *VARIANTS["qwen3"]), max_model_len=40)
     tokens, offsets = random_tokens(17), (1, 5)
     tails = [random_tokens(3, seed=seed) for seed in (1, 2)]
     expected = torch.cat([engine.forward([Span(1, 0, [*tokens, *tail], 3)]) for tail in tails])
@@ -122,11 +111,7 @@ def test_cublas_uses_neither_split_k_nor_reduced_precision(monkeypatch: pytest.M
 
 @pytest.fixture
 def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    fake = FakeGraphs()
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake)
-    monkeypatch.setattr(CapturedModel, "captured_rows", 32)
-    return fake
+    return imitate_graphs(monkeypatch, rows=32)
 
 
 def load_captured(tmp_path: Path, name: str = "llama", **options: object) -> Engine:

@@ -1,6 +1,5 @@
 """Latent attention caches one vector per position, with the logits of transformers and the bits of plain decoding."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,9 @@ import torch
 from own_drafts import Generation, Rounds
 from tiny_models import (
     decode_alone,
-    edited_weights,
     forget_all,
     load_engine,
+    noisy_copy,
     random_tokens,
     refusal,
     round_weights,
@@ -20,6 +19,7 @@ from tiny_models import (
     save_model,
     small_config,
     transformers_logits,
+    vary,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,15 +68,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_latent(folder: Path, family: str, changes: dict[str, Any]) -> Path:
     """Save a random model with latent attention, whose router clearly prefers some experts."""
-    save_model(folder, small_config(family, **{**LATENT, **changes}))
-    generator = torch.Generator().manual_seed(1)
-    with edited_weights(folder) as weights:
-        for name, weight in weights.items():
-            if weight.dim() < 2:
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.3)
-            elif name.endswith("gate.weight"):
-                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
-    return folder
+    return vary(save_model(folder, small_config(family, **{**LATENT, **changes})), routers="gate.weight")
 
 
 @pytest.mark.cpus
@@ -99,18 +91,15 @@ def test_logits_match_transformers_and_are_batch_invariant(tmp_path: Path, varia
 @pytest.mark.thorough
 def test_branches_and_thread_counts_change_no_bit(tmp_path: Path) -> None:
     engine, tokens = load_engine(save_latent(tmp_path, *VARIANTS["glm"])), random_tokens(90)
-    expected, before = decode_alone(engine, tokens), torch.get_num_threads()
+    expected = decode_alone(engine, tokens)
     engine.forward([Span(2, 0, random_tokens(60, seed=1), 0)])
-    try:
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            prompt = engine.forward([Span(1, 0, tokens[:50], 50), Span(2, 0, tokens[:20], 0)])
-            branch = Span(2, 20, tokens[20:], 70, prefix_length=20, offset=40)
-            rest = engine.forward([branch, Span(1, 50, tokens[50:], 40)])
-            assert torch.equal(prompt, expected[:50])
-            assert torch.equal(rest, torch.cat([expected[20:], expected[50:]]))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        prompt = engine.forward([Span(1, 0, tokens[:50], 50), Span(2, 0, tokens[:20], 0)])
+        branch = Span(2, 20, tokens[20:], 70, prefix_length=20, offset=40)
+        rest = engine.forward([branch, Span(1, 50, tokens[50:], 40)])
+        assert torch.equal(prompt, expected[:50])
+        assert torch.equal(rest, torch.cat([expected[20:], expected[50:]]))
 
 
 def test_sizes_that_fill_no_panel_run_on_torch_operations(tmp_path: Path) -> None:
@@ -177,12 +166,7 @@ def test_a_position_takes_one_vector_per_layer(name: str) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """A target, and a draft with nearly the same weights."""
     folder = save_latent(tmp_path_factory.mktemp("pair") / "target", *VARIANTS["scaled positions"])
-    draft = Path(shutil.copytree(folder, folder.with_name("draft")))
-    generator = torch.Generator().manual_seed(2)
-    with edited_weights(draft) as weights:
-        for weight in weights.values():
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.004)
-    return load_engine(folder), load_engine(draft)
+    return load_engine(folder), load_engine(noisy_copy(folder, folder.with_name("draft")))
 
 
 def test_tokens_with_drafts_equal_plain_decoding(pair: tuple[Engine, Engine]) -> None:

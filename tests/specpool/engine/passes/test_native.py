@@ -65,15 +65,11 @@ def test_the_pass_is_batch_invariant_on_other_processors(
 @each_dtype
 def test_thread_counts_change_no_bit(tiny_pair: Pair, dtype: str) -> None:
     engine, tokens = load_engine(tiny_pair[0], dtype=dtype), random_tokens(200)
-    before = torch.get_num_threads()
     logits = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            first = engine.forward([Span(1, 0, tokens[:170], 20), Span(2, 0, tokens[:3], 1)])
-            logits.append(torch.cat([first, engine.forward([Span(1, 170, tokens[170:], 30)])]))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        first = engine.forward([Span(1, 0, tokens[:170], 20), Span(2, 0, tokens[:3], 1)])
+        logits.append(torch.cat([first, engine.forward([Span(1, 170, tokens[170:], 30)])]))
     assert all(torch.equal(logits[0], others) for others in logits[1:])
 
 
@@ -99,13 +95,9 @@ def test_threads_that_lose_their_core_change_no_bit(
     (tmp_path / "pool.h").write_text(pool.replace(place, delay + place))
     monkeypatch.setattr(decoder, "SOURCES", copies)
     late = load_engine(tiny_pair[0])
-    before = torch.get_num_threads()
-    try:
-        for threads in (4, 2, 1, 4):
-            torch.set_num_threads(threads)
-            assert torch.equal(decode_alone(late, tokens), expected)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (4, 2, 1, 4):
+        torch.set_num_threads(threads)
+        assert torch.equal(decode_alone(late, tokens), expected)
 
 
 def test_models_that_run_at_the_same_time_share_the_threads(tiny_pair: Pair) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
-    edited_weights,
     load_engine,
     random_tokens,
     round_weights,
     rows_that_differ,
     save_model,
     small_config,
+    vary,
 )
 
 from specpool.engine.cache.spans import Span
@@ -30,20 +30,11 @@ EXPERTS: dict[str, Any] = {
     "num_hidden_layers": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_routed_experts": 12,
     "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-ROUTER = "gate.weight"
 
 
 def save_mixture(folder: Path) -> Path:
     """Save a random mixture with shared experts, groups, corrections and a dense layer of another size."""
-    save_model(folder, small_config("glm4_moe", **EXPERTS))
-    generator = torch.Generator().manual_seed(1)
-    with edited_weights(folder) as weights:
-        for name, weight in weights.items():
-            if name.endswith(ROUTER):
-                weight.copy_(torch.randn(weight.shape, generator=generator) / 2)
-            elif weight.dim() < 2:
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
-    return folder
+    return vary(save_model(folder, small_config("glm4_moe", **EXPERTS)), 0.1, "gate.weight")
 
 
 def load_mixture(folder: Path, **options: object) -> Engine:
@@ -93,15 +84,12 @@ def test_a_nan_router_logit_makes_the_logits_nan(tmp_path: Path, scores: str) ->
 
 def test_thread_counts_change_no_bit(tmp_path: Path) -> None:
     engine, tokens = load_mixture(save_mixture(tmp_path)), random_tokens(120)
-    expected, before = decode_alone(engine, tokens), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            prompt = engine.forward([Span(1, 0, tokens[:100], 100), Span(2, 0, tokens[:3], 0)])
-            rest = engine.forward([Span(2, 3, tokens[3:20], 0), Span(1, 100, tokens[100:], 20)])
-            assert torch.equal(torch.cat([prompt, rest]), expected)
-    finally:
-        torch.set_num_threads(before)
+    expected = decode_alone(engine, tokens)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        prompt = engine.forward([Span(1, 0, tokens[:100], 100), Span(2, 0, tokens[:3], 0)])
+        rest = engine.forward([Span(2, 3, tokens[3:20], 0), Span(1, 100, tokens[100:], 20)])
+        assert torch.equal(torch.cat([prompt, rest]), expected)
 
 
 @pytest.mark.slow

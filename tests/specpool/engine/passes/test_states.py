@@ -1,13 +1,12 @@
 """Every forward pass returns the hidden states of transformers, with the same bits in every batch."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from interpreted_kernels import FakeGraphs, imitate_kernels, run_by_kernels
+from interpreted_kernels import FakeGraphs, imitate_graphs, load_by_kernels
 from test_fused import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, save_model, small_config
 from transformers import AutoModelForCausalLM
@@ -17,10 +16,7 @@ from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import states as gpu_states
-from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.engine.run.engine import Engine
 
 LAYERS = (1, 2)
@@ -109,10 +105,8 @@ def test_ranks_return_the_states_of_one_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kernels_return_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    run_by_kernels(monkeypatch)
     folder = save_random(tmp_path, *VARIANTS["glm4, biased"])
-    engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
-    assert isinstance(engine.forward_pass, GpuModel)
+    engine = load_by_kernels(monkeypatch, folder, max_model_len=26)
     states = states_of(engine, Span(0, 0, TOKENS[:5], 1, num_states=4))
     assert_close(states, transformers_states(folder, TOKENS[:5])[1:])
 
@@ -121,23 +115,18 @@ def test_kernels_return_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGraphs], Engine]:
-    """Loads an engine that replays passes of up to 32 rows."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    """Engines replay passes of up to 32 rows."""
     pytest.importorskip("triton")
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(CapturedModel, "captured_rows", 32)
-
-    def load(graphs: FakeGraphs) -> Engine:
-        monkeypatch.setattr(pass_selection, "CudaGraphs", lambda: graphs)
-        folder = save_random(tmp_path, *VARIANTS["qwen3"])
-        return load_engine(folder, native=False, max_sequences=3, max_model_len=64)
-
-    return load
+    return imitate_graphs(monkeypatch, rows=32)
 
 
-def test_the_same_graphs_record_any_layers(captured: Callable[[FakeGraphs], Engine], tmp_path: Path) -> None:
-    graphs = FakeGraphs()
-    engine = captured(graphs)
+def load_captured(folder: Path) -> Engine:
+    return load_engine(save_random(folder, *VARIANTS["qwen3"]), native=False, max_sequences=3, max_model_len=64)
+
+
+def test_the_same_graphs_record_any_layers(graphs: FakeGraphs, tmp_path: Path) -> None:
+    engine = load_captured(tmp_path)
     count, replayed = graphs.captured, graphs.replayed
     check(engine, tmp_path)
     for layers in ((2, 1), (1,), (2,)):
@@ -147,8 +136,9 @@ def test_the_same_graphs_record_any_layers(captured: Callable[[FakeGraphs], Engi
     assert graphs.replayed >= replayed + 2 * 3
 
 
-def test_layers_are_uploaded_when_they_change(captured: Callable[[FakeGraphs], Engine]) -> None:
-    engine, span = captured(FakeGraphs()), Span(1, 0, TOKENS, 1, num_states=1)
+@pytest.mark.usefixtures("graphs")
+def test_layers_are_uploaded_when_they_change(tmp_path: Path) -> None:
+    engine, span = load_captured(tmp_path), Span(1, 0, TOKENS, 1, num_states=1)
     engine.forward_with_states([span], (1,))
     with mock.patch.object(gpu_states, "slots_of", wraps=gpu_states.slots_of) as upload:
         for layers in ((1,), (1,), LAYERS, LAYERS, (1,)):
@@ -158,11 +148,10 @@ def test_layers_are_uploaded_when_they_change(captured: Callable[[FakeGraphs], E
 
 
 def test_passes_with_too_many_layers_run_eagerly(
-    captured: Callable[[FakeGraphs], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graphs: FakeGraphs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_states, "MAX_STATE_LAYERS", 1)
-    graphs = FakeGraphs()
-    engine = captured(graphs)
+    engine = load_captured(tmp_path)
     replayed = graphs.replayed
     engine.forward_with_states([Span(1, 0, TOKENS, 1, num_states=1)], LAYERS)
     assert graphs.replayed == replayed

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny_models import (
     decode_alone,
-    edited_weights,
     load_engine,
     random_tokens,
     rows_that_differ,
     save_model,
     small_config,
     transformers_logits,
+    vary,
 )
 from transformers import PreTrainedConfig
 
@@ -59,12 +59,7 @@ FAMILIES = [
 
 def save_random(folder: Path, config: PreTrainedConfig) -> Path:
     """Save a model whose sinks, norms and biases are random too."""
-    generator = torch.Generator().manual_seed(1)
-    with edited_weights(save_model(folder, config)) as weights:
-        for weight in weights.values():
-            if weight.dim() < 2:
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.3)
-    return folder
+    return vary(save_model(folder, config))
 
 
 def check_logits(engine: Engine, folder: Path, count: int = 150) -> None:

@@ -7,14 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import FakeGraphs, imitate_kernels
+from interpreted_kernels import imitate_graphs
 from tiny_models import decode_alone, forget_all, load_engine, random_tokens, save_model, small_config
 
 from specpool.engine.cache.slots import SequenceKey
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.drafts import Branch, Draft, DraftRound
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.run import pass_selection
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.sequences import Choices, SequenceEngine
 from specpool.protocol.rounds import ItemStatus, SequenceItem
@@ -163,8 +162,7 @@ def test_some_engines_have_no_branches(tiny_pair: tuple[Path, Path], options: di
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Engine:
     """An engine with imitated kernels. The parameter: whether it captures CUDA graphs."""
     pytest.importorskip("triton")
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(pass_selection, "CudaGraphs", FakeGraphs)
+    imitate_graphs(monkeypatch)
     folder = save_model(tmp_path, small_config("qwen3"))
     options = {"native": False, "cuda_graphs": request.param, "max_sequences": 3, "max_model_len": 320}
     return load_engine(folder, exact=False, **options)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import save_random_gguf
-from interpreted_kernels import FakeGraphs, StaleGraphs, attend_pages, imitate_kernels
+from interpreted_kernels import FakeGraphs, StaleGraphs, attend_pages, imitate_graphs, imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
@@ -410,8 +410,7 @@ def test_stale_replays_fail_the_self_test(
 ) -> None:
     """If all replays are stale, the model is refused."""
     pytest.importorskip("triton")
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", graphs)
+    imitate_graphs(monkeypatch, graphs=graphs())
     folder = save_model(tmp_path, small_config("llama"))
     with result as bitwise:
         assert load_engine(folder, native=False, max_sequences=4, max_model_len=64).bitwise is bitwise
@@ -419,8 +418,7 @@ def test_stale_replays_fail_the_self_test(
 
 def test_outdated_layers_fail_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "CudaGraphs", FakeGraphs)
+    imitate_graphs(monkeypatch)
     choose = StateMemory.choose
     monkeypatch.setattr(StateMemory, "choose", lambda own, layers: None if own._layers else choose(own, layers))
     folder = save_model(tmp_path, small_config("llama"))
