@@ -40,9 +40,11 @@ class RotaryTables:
 
     def _compute(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tables for a block of positions."""
-        positions = torch.arange(first, first + BLOCK, device=self._like.device)
+        positions = torch.arange(first, first + BLOCK, device=self._like.device)[None]
+        if hasattr(self._rotary_embedding, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # in time and in the two directions of images: equal for text
         layer_type = () if self._layer_type is None else (self._layer_type,)
-        tables = self._rotary_embedding(self._like, positions[None], *layer_type)
+        tables = self._rotary_embedding(self._like, positions, *layer_type)
         # DeepSeek V2 rotates complex numbers.
         cos, sin = torch.view_as_real(tables).to(self._like).unbind(-1) if torch.is_tensor(tables) else tables
         angles = self.angles  # most families repeat each angle for both members of a pair
