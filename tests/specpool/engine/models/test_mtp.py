@@ -54,8 +54,8 @@ def test_layers_draft_like_a_plain_implementation(target: Path, native: bool) ->
 def test_the_plain_implementation_is_that_of_transformers(target: Path) -> None:
     """The order of norms, the states of the target and of later steps, and the names in checkpoints are the same."""
     modeling = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(modeling, "MtpModel"):
-        pytest.skip("this version of transformers has no MTP layers")
+    if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
+        pytest.skip("this version of transformers runs no single MTP layer")
     main: Any = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32)
     layers = main.config.num_hidden_layers
     main._keys_to_ignore_on_load_unexpected = [r"^mtp.*", rf"model\.layers\.{layers}\."]
