@@ -67,8 +67,8 @@ async def test_complete_answers_are_recorded_and_nothing_else(tmp_path: Path) ->
 async def test_incomplete_and_salted_answers_are_not_recorded(tmp_path: Path) -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 0.005)
     async with serving(target, record=tmp_path) as served:
-        aborted = served.stub.Generate(make_request([1], 200, request_id="aborted", ignore_eos=True))
-        cancelled = served.stub.Generate(make_request([2], 200, ignore_eos=True))
+        aborted = served.stub.Generate(make_request([1], 2000, request_id="aborted", ignore_eos=True))
+        cancelled = served.stub.Generate(make_request([2], 2000, ignore_eos=True))
         await served.until(lambda info: info.counters.completion_tokens > 8)
         await served.stub.Abort(pb.AbortRequest(request_id="aborted"))
         assert (await aborted).finish_reason == "abort"

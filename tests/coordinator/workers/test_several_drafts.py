@@ -181,7 +181,7 @@ async def test_records_of_a_name_are_followed() -> None:
             await draft.start(f"{host}:{port}")
         async with serving(target, with_draft=False, further_draft_addresses=names) as served:
             await served.until(lambda info: info.draft.state == "ready")
-            running = asyncio.create_task(generate(served, requests(4, 300)))
+            running = asyncio.create_task(generate(served, requests(4, 1000)))
             await until(lambda: len(seen(one)) == 4)
             records.append("127.0.0.2")
             await served.until(lambda info: [each.state for each in info.draft_workers] == ["ready", "ready"])
