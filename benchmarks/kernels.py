@@ -45,7 +45,7 @@ from specpool.engine.config.recurrent_sizes import CHECKPOINTS_PER_SLOT
 from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.accept import accept
-from specpool.engine.passes.gpu.choice import REMAINING, choose
+from specpool.engine.passes.gpu.choice import choose, no_numbers
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch, Shape, pack
 from specpool.engine.sampling.change_kernel import change_rows
@@ -279,7 +279,7 @@ def draft(model: GpuModel, rows: int, cached: int, steps: int) -> None:
     head = Head(outputs, torch.empty(outputs, dtype=torch.int64, device="meta"))
     loop = model.draft_loop(arena_of(model, rows, cached + steps), head)
     assert loop is not None
-    numbers = torch.empty(REMAINING + 1, rows, dtype=torch.int64, device="meta")
+    numbers = no_numbers(rows, model.recurrent_sizes is not None, "meta")
     chosen = torch.empty(2, rows, dtype=torch.float64, device="meta")
     states = torch.empty(rows, model.state_size, dtype=model.compute_dtype, device="meta")
     loop.run_steps(numbers, chosen, cached + steps, steps, states)
@@ -304,7 +304,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
     """Choose and rank tokens of either kind of head in a draft, and sample without and with penalties."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.empty(1, vocab_size, dtype=dtype, device="meta")
-    numbers = torch.empty(REMAINING + 1, 1, dtype=torch.int64, device="meta")
+    numbers = no_numbers(1, recurs=False, device="meta")
     rules = torch.empty(1, FIELDS, dtype=torch.int32, device="meta")
     output_ids = torch.empty(vocab_size, dtype=torch.int64, device="meta")
     for head, of_row in product((Head(vocab_size), Head(vocab_size, output_ids)), (None, rules)):
@@ -319,7 +319,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
 def accept_drafts(model: GpuModel) -> None:
     """Accept draft tokens of a sequence."""
     batch = PackedBatch.of_padding(arena_of(model, 1, 1), Shape(8, 8, 8), 1)
-    numbers = torch.empty(REMAINING + 1, 8, dtype=torch.int64, device="meta")
+    numbers = no_numbers(8, recurs=False, device="meta")
     accept(torch.empty(2, 8, dtype=torch.float64, device="meta"), batch, batch, numbers, 1, model.rows_per_tile)
 
 
@@ -341,6 +341,8 @@ def measure(
             draft(one, len(passes[0]), CONTEXTS[0], steps=1)
             step = {"kernels_a_step": len(compiler.launched) - before}
         else:
+            if one.recurrent_sizes is not None:
+                draft(two, len(passes[0]), CONTEXTS[0], steps=1)
             sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
             accept_drafts(one)
     names = sorted({kernel.name for kernel in compiler.compiled})

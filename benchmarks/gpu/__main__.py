@@ -19,7 +19,7 @@ preflight  packages, graph capture, bandwidth, GEMM rate
 exactness  bits of logits and hidden states in all kinds of passes, launched and replayed
 mixtures   the same bits and the steps of a few layers of Qwen3-30B-A3B (experts) and gpt-oss-20b (windows and sinks)
 hybrids    the same of Qwen3.5-9B (gated delta nets) and LFM2-1.2B (short convolutions), also after rejected
-           drafts, and the time of a prefill
+           drafts, and the time of a prefill; drafts of Qwen3.5-0.8B
 round      parts of the rounds of a target worker that carries a head or a draft model, by device and host
            clocks; its answers beside those of plain decoding
 pair       answers of the whole service: a carried head, a carried draft model, and a separate draft worker
@@ -53,7 +53,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 DTYPES = ("bfloat16", "float16", "float32")
 # The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "preflight": (10, 25), "exactness": (30, 90), "mixtures": (30, 80), "hybrids": (60, 190),
+    "preflight": (10, 25), "exactness": (30, 90), "mixtures": (30, 80), "hybrids": (60, 230),
     "round": (40, 140), "pair": (60, 250),
     "generate": (15, 40), "rows": (15, 40), "sampling": (15, 40), "attention": (15, 45), "steps": (20, 60),
     "draft": (15, 50), "gemm": (20, 60),

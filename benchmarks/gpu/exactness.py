@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.engines import is_captured, start
 from benchmarks.gpu.head import eagle_layers
 from benchmarks.gpu.part import Findings, Row, Settings
-from benchmarks.gpu.steps import draft_by_loop, draft_by_steps
+from benchmarks.gpu.steps import draft_by_loop, draft_by_steps, spans_after
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 
@@ -233,12 +233,12 @@ def compare_drafts(
     findings: Findings, engine: Engine, settings: Settings, shape: str, cached: int, batch: int
 ) -> None:  # fmt: skip
     """Compare the tokens of the draft loop, launched and replayed, with those of single steps."""
-    count = settings.sizes.num_draft_tokens
+    count, spans = settings.sizes.num_draft_tokens, spans_after(cached, batch)
     with engine.forward_pass.eager():
-        reference = draft_by_steps(engine, cached, batch, count)
+        reference = draft_by_steps(engine, spans, count)
     ways = {"single steps": draft_by_steps, "draft loop": draft_by_loop}
     for what, way in ways.items():
-        drafts = [own for _ in range(REPEATS) for own in way(engine, cached, batch, count) or ()]
+        drafts = [own for _ in range(REPEATS) for own in way(engine, spans, count) or ()]
         different = sum(one != other for one, other in zip(drafts, cycle(reference), strict=False))
         findings.add_row("exactness", {
             "model": shape, "what": what, "sequences": batch, "positions": cached, "how": hows(engine)[-1],

@@ -1,7 +1,8 @@
-"""Compares the bits of passes with recurrent layers, also after rejected drafts, and times steps and prefills."""
+"""Compares the bits of passes with recurrent layers, also after rejections, and times steps, prefills and drafts."""
 
 import gc
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.engine import finished
+from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, start
 from benchmarks.gpu.exactness import SECONDS, Rows, add_row, check_all_equal, hows, logits_of, run_repeatedly
 from benchmarks.gpu.mixtures import measure_model
 from benchmarks.gpu.part import TINY, Findings, Settings
+from benchmarks.gpu.steps import Tokens, add_drafts, draft_by_loop, draft_by_steps
 from benchmarks.report import seconds_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
@@ -25,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": {**_TINY, "layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 """Changes of each model in rehearsals."""
+DRAFT = "qwen3.5-0.8b"
 PROMPTS, REHEARSED_PROMPTS = (40, 300), (6,)
 """Tokens before the first verification: fewer than a page, and several pages."""
 DRAFTS, ROUNDS, REHEARSED_ROUNDS = 4, 12, 3
@@ -32,12 +36,13 @@ TIMED_PREFILL = 2048
 
 
 def measure_hybrids(settings: Settings, findings: Findings) -> None:
-    """Compare and time random models of real size."""
+    """Compare and time random models of real size, and drafts of one of them."""
     for shape, changes in MODELS.items():
         measure_hybrid(replace(settings, target=shape), findings, changes if settings.rehearse else {})
         gc.collect()
         if torch.device(settings.device).type == "cuda":
             torch.cuda.empty_cache()
+    measure_drafts(replace(settings, draft=DRAFT), findings, MODELS["qwen3.5-9b"] if settings.rehearse else {})
     check_all_equal(findings)
 
 
@@ -48,6 +53,51 @@ def measure_hybrid(settings: Settings, findings: Findings, changes: dict[str, An
         compare = partial(compare_rejections, findings, engine, settings, length)
         findings.attempt(settings, f"{shape}, rejections after {length} tokens", SECONDS, compare)
     findings.attempt(settings, f"{shape}, prefill", SECONDS, partial(time_prefill, findings, engine, shape))
+
+
+def measure_drafts(settings: Settings, findings: Findings, changes: dict[str, Any]) -> None:
+    """Compare and time the draft loop and single steps. `changes`: to the draft model's configuration."""
+    sizes, (length, *_) = settings.sizes, REHEARSED_PROMPTS if settings.rehearse else PROMPTS
+    engine = start(settings, findings, DRAFT, exact=False, **changes)
+    compare = partial(compare_drafts, findings, engine, settings, length)
+    findings.attempt(settings, f"{DRAFT}, drafts after {length} tokens", SECONDS, compare)
+    limit = Limit(engine, settings)
+    for batch in sizes.batches:
+        rows = partial(add_drafts, findings, engine, settings, sizes.lengths[0], batch, limit)
+        findings.attempt(settings, f"{DRAFT}, drafts of {batch} sequences", SHAPE_SECONDS, rows)
+
+
+def compare_drafts(findings: Findings, engine: Engine, settings: Settings, length: int) -> None:
+    """Compare the draft loop with single steps, launched, in rounds that reject some of the drafts."""
+    with engine.forward_pass.eager():
+        expected = draft_rounds(engine, settings, length, draft_by_steps)
+    for what, way in {"single steps": draft_by_steps, "draft loop": draft_by_loop}.items():
+        drafts = draft_rounds(engine, settings, length, way)
+        different = sum(one != other for one, other in zip(drafts, expected, strict=True))
+        findings.add_row("exactness", {
+            "model": DRAFT, "what": what, "sequences": max(settings.sizes.batches), "positions": length,
+            "how": hows(engine)[-1], "rows": len(drafts), "different": different, "equal": not different,
+        })  # fmt: skip
+
+
+def draft_rounds(
+    engine: Engine, settings: Settings, length: int, way: Callable[[Engine, Sequence[Span], int], Tokens | None]
+) -> Tokens:
+    """Return the drafts of all sequences in several rounds. Each keeps a part of a draft, and adds a token."""
+    rng, count, made = random.Random(length), max(settings.sizes.batches), list[list[int]]()
+    texts, cached = [[rng.randrange(engine.vocab_size) for _ in range(length)] for _ in range(count)], [0] * count
+    for _ in range(REHEARSED_ROUNDS if settings.rehearse else ROUNDS):
+        spans = [
+            Span(slot, start, texts[slot][start:], 1, num_tentative=int(len(texts[slot]) > start + 1))
+            for slot, start in enumerate(cached)
+        ]
+        drafts = way(engine, spans, DRAFTS) or []
+        for slot, draft in enumerate(drafts):
+            kept = rng.randint(0, DRAFTS)
+            cached[slot] = len(texts[slot]) + min(kept, DRAFTS - 1)
+            texts[slot] += [*draft[:kept], rng.randrange(engine.vocab_size)]
+        made += drafts
+    return made
 
 
 def compare_rejections(findings: Findings, engine: Engine, settings: Settings, length: int) -> None:

@@ -1,7 +1,7 @@
 """Times steps of the target by rows, beside their limit, and drafts of the draft model."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
@@ -61,9 +61,9 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
     """Add a row: milliseconds of the drafts of all sequences, and whether both ways draft the same tokens."""
     count = settings.sizes.num_draft_tokens
     limit_ms = count * limit.milliseconds(batch * cached, batch)
+    spans = spans_after(cached, batch)
     ways: dict[str, Callable[[], Tokens | None]] = {
-        name: partial(way, engine, cached, batch, count)
-        for name, way in (("steps_ms", draft_by_steps), ("ms", draft_by_loop))
+        name: partial(way, engine, spans, count) for name, way in (("steps_ms", draft_by_steps), ("ms", draft_by_loop))
     }
     if ways["ms"]() is None:
         del ways["ms"]
@@ -75,25 +75,35 @@ def add_drafts(findings: Findings, engine: Engine, settings: Settings, cached: i
                 times[name].append(seconds)
     ms = {name: round(statistics.median(seconds) * 1000, 3) for name, seconds in times.items()}
     findings.add_row("drafts", {
-        "cached": cached, "sequences": batch, "drafted": count, "ms": ms.get("ms"), "steps_ms": ms["steps_ms"],
+        "model": settings.draft, "cached": cached, "sequences": batch, "drafted": count, "ms": ms.get("ms"),
+        "steps_ms": ms["steps_ms"],
         "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms["ms"], 3) if "ms" in ms else None,
         "same_tokens": ways["ms"]() == ways["steps_ms"]() if "ms" in ms else None,
     })  # fmt: skip
 
 
-def draft_by_loop(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens | None:
-    """Draft with the loop on the device, which waits once; None if the engine has none."""
-    drafts = [Draft(Span(slot, cached, [5], 1), None, [5] * (cached + 1), num_draft_tokens) for slot in range(batch)]
+def spans_after(cached: int, batch: int) -> list[Span]:
+    """A token of each sequence."""
+    return [Span(slot, cached, [5], 1) for slot in range(batch)]
+
+
+def draft_by_loop(engine: Engine, spans: Sequence[Span], num_draft_tokens: int) -> Tokens | None:
+    """Draft after these spans with the loop on the device, which waits once; None if the engine has none."""
+    drafts = [Draft(span, None, [5] * span.end, num_draft_tokens) for span in spans]
     if not engine.can_draft(drafts):
         return None
     engine.draft([DraftRound(drafts)])
     return [draft.token_ids for draft in drafts]
 
 
-def draft_by_steps(engine: Engine, cached: int, batch: int, num_draft_tokens: int) -> Tokens:
-    drafts = [[5] for _ in range(batch)]
-    for step in range(num_draft_tokens):
-        spans = [Span(slot, cached + step, [draft[-1]], 1) for slot, draft in enumerate(drafts)]
+def draft_by_steps(engine: Engine, spans: Sequence[Span], num_draft_tokens: int) -> Tokens:
+    """Draft after these spans. The host waits for each token."""
+    drafts: Tokens = [[] for _ in spans]
+    for _ in range(num_draft_tokens):
         for draft, row in zip(drafts, engine.forward(spans).argmax(-1).tolist(), strict=True):
             draft.append(row)
-    return [draft[1:] for draft in drafts]
+        spans = [
+            Span(span.slot, span.end, draft[-1:], 1, num_tentative=1)
+            for span, draft in zip(spans, drafts, strict=True)
+        ]  # fmt: skip
+    return drafts

@@ -72,7 +72,7 @@ def row_lines(results: Results) -> Iterator[str]:
     yield from _lines("library", rows("generate", "generate"))
     yield from step_lines([*rows("mixtures", "steps"), *rows("hybrids", "steps"), *rows("steps", "steps")])
     yield from _lines("prefill", rows("hybrids", "prefills"))
-    yield from _lines("draft", rows("draft", "drafts"))
+    yield from _lines("draft", [*rows("hybrids", "drafts"), *rows("draft", "drafts")])
     yield from gemm_lines(rows("gemm", "gemm"))
 
 

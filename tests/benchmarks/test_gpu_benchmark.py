@@ -27,8 +27,8 @@ pytest.importorskip("triton")
 
 # Lists of rows that each part finds.
 ROWS = {
-    "exactness": ("exactness",), "mixtures": ("exactness", "steps"), "hybrids": ("exactness", "steps", "prefills"),
-    "round": ("rounds", "exactness"),
+    "exactness": ("exactness",), "mixtures": ("exactness", "steps"),
+    "hybrids": ("exactness", "steps", "prefills", "drafts"), "round": ("rounds", "exactness"),
     "pair": ("runs", "logprobs"), "generate": ("generate",), "rows": ("kernels",), "sampling": ("kernels",),
     "attention": ("kernels",), "steps": ("steps",), "draft": ("drafts",), "gemm": ("gemm",),
 }  # fmt: skip

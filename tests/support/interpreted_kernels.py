@@ -13,10 +13,11 @@ from tiny_models import load_engine, random_tokens, transformers_logits
 from torch.nn.functional import linear
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu import attention, branches, draft_loop, gemm, inputs, layers, model
 from specpool.engine.passes.gpu.captured import CapturedModel
-from specpool.engine.passes.gpu.choice import REMAINING, SIZES
+from specpool.engine.passes.gpu.choice import REMAINING, SEGMENTS, SIZES
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.gpu.rows import Addend, Recorder
@@ -253,6 +254,11 @@ def choose(
         numbers[POSITIONS] += alive
         numbers[SLOTS] = torch.where(alive, numbers[SLOTS], -1)
         numbers[SIZES] = alive.long()
+        for row, own in enumerate(numbers[SEGMENTS:REMAINING].reshape(-1, len(Segment._fields))):
+            first_row, _, start, *read, write, write_position, write_tail = own.tolist()
+            read = read if write == NONE else [write, write_position, write_tail]
+            start = start + 1 if alive[row] else read[1]
+            own[:] = torch.tensor([first_row, alive[row], start, *read, NONE, write_position, write_tail])
     if chosen is None:
         chosen = torch.empty(2, len(logits), dtype=torch.float64)
     chosen[0], chosen[1] = token_ids, probabilities

@@ -13,7 +13,7 @@ import torch
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu.accept import accept
-from specpool.engine.passes.gpu.choice import REMAINING, choose
+from specpool.engine.passes.gpu.choice import choose, no_numbers
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.packing import PackedBatch, Shape
 from specpool.engine.run.engine import Engine
@@ -69,10 +69,14 @@ class DeviceRound:
 
     @classmethod
     def of(cls, target: Engine, draft: Engine) -> Self | None:
-        """The rounds of a pair; None if a pass does not run on kernels, or the models are on different devices."""
+        """The rounds of a pair; None if a pass does not run on kernels, or the models are on different devices.
+
+        Hybrid models have none: the host plans recurrent layers once it knows which tokens were accepted.
+        """
         if not isinstance(target.draft_loop, GpuDraftLoop) or not isinstance(draft.draft_loop, GpuDraftLoop):
             return None
-        return cls(target, draft, draft.draft_loop) if target.facts.device == draft.facts.device else None
+        is_hybrid = any(engine.facts.recurrent is not None for engine in (target, draft))
+        return None if is_hybrid or target.facts.device != draft.facts.device else cls(target, draft, draft.draft_loop)
 
     @property
     def max_tokens(self) -> int:
@@ -116,7 +120,7 @@ class DeviceRound:
             PackedBatch.of_padding(engine.layout.arena, Shape(8, 8, 8), 1) for engine in (self._target, self._draft)
         )
         target.tile_sizes[:] = 1
-        numbers = torch.zeros(REMAINING + 1, 8, dtype=torch.int64, device=draft.numbers.device)
+        numbers = no_numbers(8, recurs=False, device=draft.numbers.device)
         accept(numbers[:2].double(), target, draft, numbers, 1, self.max_rows)
 
 

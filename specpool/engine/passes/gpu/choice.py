@@ -6,6 +6,7 @@ if any row needs it. The last one also moves the row on to its next position, so
 
 import torch
 
+from specpool.engine.cache.checkpoints import Segment
 from specpool.engine.numerics.triton_compat import gdc_wait, launch_options, power_of_two, tl, triton
 from specpool.engine.passes.packing import INPUT_IDS, NUMBERS_PER_ROW, POSITIONS, SLOTS, TILE_BEGINS, TILE_SIZES
 from specpool.engine.sampling.head import Head
@@ -15,10 +16,21 @@ from specpool.engine.sampling.ranking_kernel import PART
 if triton is not None:
     from specpool.engine.sampling.ranking_kernel import join_parts, reduce_parts
 
-# Rows of the numbers of a step [REMAINING + 1, rows]: the arrays of a packed batch in which each row is a tile and has
-# logits, then the number of tokens that each row still needs.
+# Rows of the numbers of a step, see `no_numbers`.
 BEGINS, SIZES = NUMBERS_PER_ROW + TILE_BEGINS, NUMBERS_PER_ROW + TILE_SIZES
-LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
+LOGIT_ROWS, SEGMENTS, REMAINING = SIZES + 1, SIZES + 2, -1
+
+
+def no_numbers(rows: int, recurs: bool, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The numbers of a step without tokens, [numbers, rows].
+
+    They are the arrays of a packed batch in which each row is a tile and has logits, then, if the model `recurs`, the
+    segment of each row, [rows, fields of `Segment`], and last the number of tokens that each row still needs.
+    """
+    size = SEGMENTS + recurs * len(Segment._fields) + 1
+    numbers = torch.zeros(size, rows, dtype=torch.int64, device=device)
+    numbers[SLOTS] = -1
+    return numbers
 
 
 def choose(
@@ -31,8 +43,8 @@ def choose(
     """The tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64.
 
     The token is the smallest of the most probable ones, or a sampled one. The probability of a sampled token is 1, or
-    NaN if the largest logit is not finite. `numbers`: the numbers of a step, [REMAINING + 1, n], which move on to the
-    next step. `rules`: the `numbers_of_row` of at least n rows, int32 [rows, FIELDS], which also move on; None: all
+    NaN if the largest logit is not finite. `numbers`: the numbers of a step, [numbers, n], which move on to the next
+    step. `rules`: the `numbers_of_row` of at least n rows, int32 [rows, FIELDS], which also move on; None: all
     rows are greedy. `chosen`: memory for the result.
     """
     logits = logits.contiguous()
@@ -56,8 +68,8 @@ def choose(
         chosen if numbers is None else numbers, chosen if rules is None else rules, chosen if best is None else best,
         chosen, rows, parts, best_parts,
         WIDTH=power_of_two(parts), BEST_WIDTH=power_of_two(best_parts), MAPPED=head.output_ids is not None,
-        ADVANCES=numbers is not None, SAMPLES=rules is not None,
-        INPUT_IDS=INPUT_IDS, POSITIONS=POSITIONS, SLOTS=SLOTS, SIZES=SIZES, REMAINING=REMAINING,
+        NUMBERS=0 if numbers is None else len(numbers), SAMPLES=rules is not None, SEGMENT=len(Segment._fields),
+        INPUT_IDS=INPUT_IDS, POSITIONS=POSITIONS, SLOTS=SLOTS, SIZES=SIZES, SEGMENTS=SEGMENTS,
         FIELDS=FIELDS, CONTEXT_LENGTH=CONTEXT_LENGTH, FINITE_BIT=FINITE_BIT, LARGEST_ID=LARGEST_ID,
         **options, num_warps=1,
     )  # fmt: skip
@@ -69,10 +81,10 @@ if triton is not None:
     @triton.jit(do_not_specialize=["rows"])
     def _finish_step(
         largest, places, sums, output_ids, numbers, rules, best, chosen, rows, parts, best_parts,
-        WIDTH: tl.constexpr, BEST_WIDTH: tl.constexpr, MAPPED: tl.constexpr, ADVANCES: tl.constexpr,
-        SAMPLES: tl.constexpr,
+        WIDTH: tl.constexpr, BEST_WIDTH: tl.constexpr, MAPPED: tl.constexpr, NUMBERS: tl.constexpr,
+        SAMPLES: tl.constexpr, SEGMENT: tl.constexpr,
         INPUT_IDS: tl.constexpr, POSITIONS: tl.constexpr, SLOTS: tl.constexpr, SIZES: tl.constexpr,
-        REMAINING: tl.constexpr, FIELDS: tl.constexpr, CONTEXT_LENGTH: tl.constexpr, FINITE_BIT: tl.constexpr,
+        SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, CONTEXT_LENGTH: tl.constexpr, FINITE_BIT: tl.constexpr,
         LARGEST_ID: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """The choice of a row, and the numbers of its next step."""
@@ -94,13 +106,24 @@ if triton is not None:
             tl.store(rules + CONTEXT_LENGTH, tl.load(rules + CONTEXT_LENGTH) + 1)
         tl.store(chosen + row, token.to(tl.float64))
         tl.store(chosen + rows + row, probability.to(tl.float64))
-        if ADVANCES:
-            remaining = tl.load(numbers + REMAINING * rows + row) - 1
+        if NUMBERS > 0:
+            remaining = tl.load(numbers + (NUMBERS - 1) * rows + row) - 1
             alive = remaining > 0
             slot = tl.load(numbers + SLOTS * rows + row)
             position = tl.load(numbers + POSITIONS * rows + row)
-            tl.store(numbers + REMAINING * rows + row, remaining)
+            tl.store(numbers + (NUMBERS - 1) * rows + row, remaining)
             tl.store(numbers + INPUT_IDS * rows + row, token)
             tl.store(numbers + POSITIONS * rows + row, position + alive.to(tl.int64))
             tl.store(numbers + SLOTS * rows + row, tl.where(alive, slot, -1))
             tl.store(numbers + SIZES * rows + row, alive.to(tl.int64))
+            if NUMBERS > SEGMENTS + 1:
+                # The next row follows the checkpoint that the step has written, if any. Rows that end replay nothing.
+                segment = numbers + SEGMENTS * rows + row * SEGMENT
+                write = tl.load(segment + 6)
+                read_position = tl.load(segment + tl.where(write >= 0, 7, 4))
+                tl.store(segment + 1, alive.to(tl.int64))
+                tl.store(segment + 2, tl.where(alive, position + 1, read_position))
+                tl.store(segment + 3, tl.where(write >= 0, write, tl.load(segment + 3)))
+                tl.store(segment + 4, read_position)
+                tl.store(segment + 5, tl.load(segment + 8))
+                tl.store(segment + 6, -1)

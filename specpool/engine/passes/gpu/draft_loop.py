@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.checkpoints import Segment
 from specpool.engine.cache.spans import Span
 from specpool.engine.numerics.uploads import upload
 from specpool.engine.passes.drafts import Draft, DraftRound, drafts_of, extend_drafts, read_choices
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SIZES, choose
+from specpool.engine.passes.gpu.choice import BEGINS, LOGIT_ROWS, REMAINING, SEGMENTS, SIZES, choose, no_numbers
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import INPUT_IDS, OFFSETS, POSITIONS, PREFIX_LENGTHS, SLOTS, PackedBatch, Shape
 from specpool.engine.sampling.head import Head
@@ -37,7 +38,7 @@ class StepKey(NamedTuple):
 class StepMemory:
     """Memory that all steps of a number of rows share. The device computes everything that changes between steps."""
 
-    numbers: torch.Tensor  # [REMAINING + 1, rows]
+    numbers: torch.Tensor  # [numbers, rows], see `no_numbers`
     rules: torch.Tensor  # [rows, FIELDS] sampling rules and context length of each row, as int32
     results: torch.Tensor  # [steps of the longest graph, 2, rows] chosen tokens and their probabilities, as float64
     states: torch.Tensor | None  # [1 + steps, rows, hidden] own states of a feature draft: each is the next one's input
@@ -50,7 +51,7 @@ class GpuDraftLoop:
 
     def __init__(self, model: ForwardPass, arena: KVArena, head: Head, capture: Capture | None) -> None:
         """`capture`: captures steps; None: they run eagerly."""
-        self._model, self._arena, self._head = model, arena, head
+        self._model, self._arena, self._head, self._recurs = model, arena, head, arena.recurrent is not None
         self.graphs: CapturedGraphs[StepKey, int] = CapturedGraphs(capture)
         """Captured steps. The input of a graph is the maximum number of positions of a sequence."""
         self._memory: dict[int, StepMemory] = {}
@@ -93,7 +94,8 @@ class GpuDraftLoop:
         spans, remaining = [draft.span for draft in drafts], [draft.num_draft_tokens - 1 for draft in drafts]
         rules = self._rules(drafts) if any(draft.rules is not None for draft in drafts) else None
         chosen = choose(logits, self._head, rules=rules)
-        chosen, states = self._run(chosen, spans, remaining, own_states, rules)
+        segments = [draft.segment for draft in drafts if draft.segment is not None]
+        chosen, states = self._run(chosen, spans, remaining, segments, own_states, rules)
         found = dict(zip(drafts, chosen.permute(2, 1, 0).tolist(), strict=True))  # tokens, then probabilities
         extend_drafts(rounds, read_choices(found))
         for draft, span, own in zip(drafts, spans, [] if states is None else states.unbind(1), strict=False):
@@ -106,18 +108,19 @@ class GpuDraftLoop:
         chosen: torch.Tensor,
         spans: Sequence[Span],
         remaining: Sequence[int],
+        segments: Sequence[Segment],
         own_states: torch.Tensor | None,
         rules: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Continue from the choices [2, n] and own states [n, hidden] after n spans.
 
         Return all choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden]. `remaining`: further tokens of
-        each span; after that, the loop caches nothing for it.
+        each span; after that, the loop caches nothing for it. `segments`: see `numbers`.
         """
         if not any(remaining):
             return chosen[None], None if own_states is None else own_states[None]
         max_length = max(span.end + steps for span, steps in zip(spans, remaining, strict=True))
-        numbers = self.numbers(spans, remaining)
+        numbers = self.numbers(spans, remaining, segments)
         return self.run_steps(numbers, chosen, max_length, max(remaining), own_states, rules)
 
     def run_steps(
@@ -131,8 +134,8 @@ class GpuDraftLoop:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run steps after the choices [2, n] of n sequences, and own states [n, hidden] of a feature draft.
 
-        Everything is on the device, and the host does not wait. `numbers`: of the first step, [REMAINING + 1, rows];
-        row i is sequence i, rows after n are padding, and input ids are unset. `max_length`: positions of the longest
+        Everything is on the device, and the host does not wait. `numbers`: of the first step, [numbers, rows]; row
+        i is sequence i, rows after n are padding, and input ids are unset. `max_length`: positions of the longest
         sequence after all steps. `rules`: of all rows, see `choose`; None: all sequences are greedy. Return all
         choices [1 + steps, 2, n], and all own states [1 + steps, n, hidden].
         """
@@ -159,22 +162,26 @@ class GpuDraftLoop:
                     memory.states[0] = memory.states[key.steps]
         return choices, states
 
-    def numbers(self, spans: Sequence[Span], remaining: Sequence[int]) -> torch.Tensor:
+    def numbers(
+        self, spans: Sequence[Span], remaining: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> torch.Tensor:
         """The numbers of the first step after these spans, on the device, without input ids.
 
-        `remaining`: further tokens of each span.
+        `remaining`: further tokens of each span. `segments`: how recurrent layers run them, if there are such layers.
         """
         count = len(spans)
         rows = self._padded(count)
-        numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
+        numbers = no_numbers(rows, self._recurs)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[PREFIX_LENGTHS, :count] = torch.tensor([span.prefix_length for span in spans])
         numbers[OFFSETS, :count] = torch.tensor([span.offset for span in spans])
         numbers[REMAINING, :count] = torch.tensor(remaining)
         numbers[SIZES] = alive = numbers[REMAINING] > 0
-        numbers[SLOTS] = -1
         numbers[SLOTS, alive] = torch.tensor([span.slot for span in spans])[alive[:count]]
         numbers[POSITIONS, alive] = torch.tensor([span.end for span in spans])[alive[:count]]
+        if segments:
+            of_rows = [own._replace(first_row=row, num_rows=1) for row, own in enumerate(segments)]
+            numbers[SEGMENTS:REMAINING].view(rows, -1)[alive] = torch.tensor(of_rows)[alive[:count]]
         return upload(numbers, self._arena.device)
 
     def _rules(self, drafts: Sequence[Draft]) -> torch.Tensor:
@@ -205,6 +212,7 @@ class GpuDraftLoop:
                 self._arena, rows, rows, rows, max_length, rows, memory.numbers[:REMAINING].view(-1),
                 input_states=None if memory.states is None else memory.states[step],
                 own_states=None if memory.states is None else memory.states[step + 1], logits_in_order=True,
+                num_segments=rows * self._recurs,
             )  # fmt: skip
             rules = memory.rules if key.samples else None
             choose(self._model(batch), self._head, memory.numbers, rules, memory.results[step])
@@ -217,8 +225,7 @@ class GpuDraftLoop:
 
     def _new_memory(self, rows: int) -> StepMemory:
         device, size, steps = self._arena.device, self._model.state_size, max(GRAPH_STEPS)
-        numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64, device=device)
-        numbers[SLOTS] = -1
+        numbers = no_numbers(rows, self._recurs, device)
         if size and (self._states is None or self._states.shape[1] < rows):
             self._states = torch.zeros(1 + steps, rows, size, dtype=self._model.compute_dtype, device=device)
         results = torch.zeros(steps, 2, rows, dtype=torch.float64, device=device)

@@ -197,9 +197,9 @@ class GpuModel(ForwardPass):
     def draft_loop(self, arena: KVArena, head: Head, capture: Capture | None = None) -> GpuDraftLoop | None:
         """The draft loop, captured or eager; None if the pass has none.
 
-        Ranks of a sharded model synchronize once per pass, and recurrent layers need a plan for each pass.
+        Ranks of a sharded model synchronize once per pass.
         """
-        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 and not self.max_segments else None
+        return GpuDraftLoop(self, arena, head, capture) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
         """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
@@ -209,7 +209,7 @@ class GpuModel(ForwardPass):
             rows, length, self.heads, self.kv_heads, self._value_dim, self.rows_per_tile, self.window,
             self.latent_rank is not None,
         )  # fmt: skip
-        segments = min(rows, self.max_segments)
+        segments = min(rows, self.padded_rows(self.max_segments))  # a step of the draft loop has one per row
         nets = [module for module in self.modules() if isinstance(module, GpuDeltaNet)]
         partials += max((net.scratch_bytes(rows, segments) for net in nets), default=0)
         latents = [module for module in self.modules() if isinstance(module, GpuLatentAttention)]

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu.accept import accept
-from specpool.engine.passes.gpu.choice import REMAINING
+from specpool.engine.passes.gpu.choice import no_numbers
 from specpool.engine.passes.packing import POSITIONS, SLOTS, PackedBatch, Shape, pack
 from target_worker.verifier import accept as accept_on_host
 
@@ -39,7 +39,7 @@ def test_the_device_accepts_the_tokens_of_the_host(spans: list[tuple[list[int], 
             for i, (_, choices, drafts) in enumerate(spans)
         ]
     )
-    numbers = torch.zeros(REMAINING + 1, 8, dtype=torch.int64)
+    numbers = no_numbers(8, recurs=False)
     numbers[SLOTS, : len(spans)] = torch.tensor([i if drafts else -1 for i, (_, _, drafts) in enumerate(spans)])
     chosen = [choice for _, choices, _ in spans for choice in choices]
     accept(torch.tensor([chosen, chosen]).double(), target, draft, numbers, len(spans), ROWS_PER_TILE)

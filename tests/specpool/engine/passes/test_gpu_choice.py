@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from specpool.engine.cache.checkpoints import NONE, Segment
 from specpool.engine.passes.gpu import choice
-from specpool.engine.passes.gpu.choice import REMAINING, SIZES, choose
+from specpool.engine.passes.gpu.choice import REMAINING, SEGMENTS, SIZES, choose, no_numbers
 from specpool.engine.passes.packing import INPUT_IDS, POSITIONS, SLOTS
 from specpool.engine.sampling import kernel
 from specpool.engine.sampling.head import Head
@@ -130,9 +131,12 @@ def test_sampled_rows_that_are_not_finite_have_no_probability(culprit: float) ->
 
 
 def test_numbers_move_on_to_the_next_step() -> None:
-    numbers = torch.zeros(REMAINING + 1, 3, dtype=torch.int64)
+    numbers = no_numbers(3, recurs=True)
     numbers[POSITIONS], numbers[SLOTS] = torch.tensor([10, 20, 0]), torch.tensor([3, 0, -1])
     numbers[REMAINING], numbers[SIZES] = torch.tensor([2, 1, 0]), torch.tensor([1, 1, 0])
+    segments = numbers[SEGMENTS:REMAINING].view(3, -1)
+    segments[0] = torch.tensor(Segment(0, 1, 10, 7, 4, 6, 5, 10, 2))
+    segments[1] = torch.tensor(Segment(1, 1, 20, 3, 18, 1, NONE, 0, 1))
     logits = torch.eye(3, 40)
     rules = torch.tensor([numbers_of_row(SamplingParams(1.0), 5, 40)] * 4, dtype=torch.int32)
     choose(logits, Head(40), numbers, rules)
@@ -142,3 +146,6 @@ def test_numbers_move_on_to_the_next_step() -> None:
     assert numbers[SLOTS].tolist() == [3, -1, -1]
     assert numbers[SIZES].tolist() == [1, 0, 0]
     assert numbers[REMAINING].tolist() == [1, 0, -1]
+    assert segments[0].tolist() == [*Segment(0, 1, 11, 5, 10, 2, NONE, 10, 2)]  # it reads what the step has written
+    assert segments[1].tolist() == [*Segment(1, 0, 18, 3, 18, 1, NONE, 0, 1)]  # without rows, replayed ones included
+    assert segments[2, 1:3].tolist() == [0, 0]
