@@ -1,6 +1,7 @@
 """The thread that runs a worker's model, one function at a time, and the watchdog that notices when it hangs."""
 
 import asyncio
+import atexit
 import logging
 import sys
 import threading
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 256
 """Maximum number of waiting functions. The rounds of open streams stay far below it."""
 FRAMES_SHOWN = 12
+EXIT_SECONDS = 5.0
+"""Time for a running function to finish at the exit of an interpreter that did not close its thread."""
 
 T = TypeVar("T")
 
@@ -99,6 +102,8 @@ class ModelThread:
         A caller that is cancelled before its turn leaves no work behind.
         """
         if self._thread.ident is None:
+            # Otherwise the interpreter ends the thread, which aborts the process if the thread runs compiled code.
+            atexit.register(self.close, EXIT_SECONDS)
             self._thread.start()
             self._delivery.start()
         loop = asyncio.get_running_loop()
@@ -124,6 +129,7 @@ class ModelThread:
 
     def close(self, timeout: float | None = None) -> bool:
         """Drop waiting functions, and wait up to `timeout` seconds for the running one. Return whether it has ended."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closed = True
             self._waiting.clear()

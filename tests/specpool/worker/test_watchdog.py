@@ -283,3 +283,30 @@ async def test_close_honors_its_timeout() -> None:
     stop.set()
     assert await call
     assert thread.close()
+
+
+RUNNING_AT_EXIT = """
+import asyncio, atexit, threading
+from specpool.worker.model_thread import ModelThread
+
+begun, leaving = threading.Event(), threading.Event()
+
+def run():
+    begun.set()
+    leaving.wait()
+    print(sum(range(10**6)), flush=True)
+
+async def main():
+    running = asyncio.create_task(ModelThread().run("a pass", run))
+    await asyncio.to_thread(begun.wait)
+    atexit.register(leaving.set)
+
+asyncio.run(main())
+"""
+
+
+def test_a_running_function_finishes_before_the_interpreter_exits() -> None:
+    """Otherwise, its thread would end in compiled code, which aborts the process."""
+    command = [sys.executable, "-c", RUNNING_AT_EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    assert done.stdout == f"{sum(range(10**6))}\n"
