@@ -380,9 +380,10 @@ def main() -> None:
         for arch, dtype, shape, (ranks, sums) in progress(cells, "compiling")
     ]
     for row in rows:
+        step = f", {row['kernels_a_step']} a draft step" if "kernels_a_step" in row else ""
         show(
             f"{row['shape']}, {row['dtype']}, sm_{row['sm']}, ranks: {row['ranks']} {row['sums']}: "
-            f"{row['kernels_a_layer']} kernels a layer, {row.get('kernels_a_step', 'no')} a draft step",
+            f"{row['kernels_a_layer']} kernels a layer{step}",
             row["kernels"],
         )
     finish("kernels", {"triton": triton.__version__, "passes": rows}, options.output)
