@@ -45,11 +45,8 @@ def _gemm(launch: Launch, l2_bytes: int) -> Traffic:
     """
     given = launch.arguments
     weight, outputs, inputs, count = given["weight"], given["N"], given["K"], given["rows"]
-    row_tiles, output_tiles, heads = (
-        -(-count // given["TILE_ROWS"]),
-        -(-outputs // given["TILE_N"]),
-        given.get("HEADS", 1),
-    )
+    row_tiles, output_tiles = -(-count // given["TILE_ROWS"]), -(-outputs // given["TILE_N"])
+    heads = given.get("HEADS", 1)
     written = count * heads * outputs * given["results"].itemsize if "results" in given else given["partials"].nbytes
     return Traffic(
         once=weight.nbytes,

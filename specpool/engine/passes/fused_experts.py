@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specpool.engine.passes.experts import ROUTERS, Experts
-from specpool.engine.passes.kinds import Activation, Routing
+from specpool.engine.passes.kinds import TINY, Activation, Routing
 from specpool.engine.passes.modules import activated, in_chunks
 from specpool.engine.weights.quantized import dequantized_linear, linear_of
 
@@ -110,7 +110,7 @@ def _routing_of(router: Any) -> Routing:
         groups,
         top_groups,
         2 if method is None else 1,
-        getattr(router, "epsilon", 1e-20),
+        getattr(router, "epsilon", TINY),
     )
 
 

@@ -4,6 +4,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+TINY = 1e-20
+"""Keeps a sum of weights above 0."""
+
 
 class AttentionKind(NamedTuple):
     """A layer's kind of attention."""
@@ -54,5 +57,5 @@ class Routing(NamedTuple):
     """Number of groups from which experts are chosen."""
     ranked_by: int = 2
     """Number of a group's highest scores whose sum ranks it: 1 or 2."""
-    epsilon: float = 1e-20
+    epsilon: float = TINY
     """Added to the sum of weights before dividing by it."""
