@@ -1,5 +1,6 @@
 """Engines of random models for the GPU benchmark, times of their work, and rates of the device."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,12 @@ from specpool.engine.startup.loading import start_engine
 WARM_UPS = 2
 # Minimum seconds left to start a shape.
 SHAPE_SECONDS = 5
+
+
+def free_models() -> None:
+    """Free the memory of models that are no longer used, on the device too. Their modules are in reference cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def seconds_each(settings: Settings, work: Callable[[], object]) -> float:

@@ -4,7 +4,6 @@ The reference is a sequence alone, one token per pass, launched. Caches are rand
 prefill instead fills the cache, and is compared in chunks of several sizes.
 """
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from itertools import cycle, product
 
 import torch
 
-from benchmarks.gpu.engines import is_captured, start
+from benchmarks.gpu.engines import free_models, is_captured, start
 from benchmarks.gpu.head import eagle_layers
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.gpu.steps import draft_by_loop, draft_by_steps, spans_after
@@ -62,9 +61,7 @@ def measure_exactness(settings: Settings, findings: Findings) -> None:
             compare = partial(compare_prefills, findings, engine, shape, length)
             findings.attempt(settings, f"{shape}, prefill of {length} tokens", SECONDS, compare)
         del engine, compare
-        gc.collect()
-        if torch.device(settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        free_models()
     check_all_equal(findings)
 
 

@@ -1,10 +1,10 @@
 """Saves the models of the parts that load them like a worker: a target, a draft model, and an EAGLE-3 head."""
 
-import gc
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.engines import free_models
 from benchmarks.gpu.head import save_head
 from benchmarks.gpu.part import Settings
 from benchmarks.pair import save_model, successors_of_pair
@@ -35,7 +35,5 @@ def make_models(settings: Settings) -> Path:
         save_model(folder / "draft", settings.draft, draft, device, settings.torch_dtype)
         save_head(folder / "head", folder / "target", settings.target, draft, device, settings.torch_dtype)
         done.touch()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the workers need it
+        free_models()  # the workers need the memory
     return folder

@@ -1,16 +1,13 @@
 """Compares the bits of passes with recurrent layers, also after rejections, and times steps, prefills and drafts."""
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from benchmarks.engine import finished
-from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, start
+from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, free_models, start
 from benchmarks.gpu.exactness import SECONDS, Rows, add_row, check_all_equal, hows, logits_of, run_repeatedly
 from benchmarks.gpu.mixtures import measure_model
 from benchmarks.gpu.part import TINY, Findings, Settings
@@ -39,9 +36,7 @@ def measure_hybrids(settings: Settings, findings: Findings) -> None:
     """Compare and time random models of real size, and drafts of one of them."""
     for shape, changes in MODELS.items():
         measure_hybrid(replace(settings, target=shape), findings, changes if settings.rehearse else {})
-        gc.collect()
-        if torch.device(settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        free_models()
     measure_drafts(replace(settings, draft=DRAFT), findings, MODELS["qwen3.5-9b"] if settings.rehearse else {})
     check_all_equal(findings)
 

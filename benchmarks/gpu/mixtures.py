@@ -1,14 +1,11 @@
 """Compares the bits of passes with experts, windows and sinks, and times their steps."""
 
-import gc
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
 
-import torch
-
-from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, start
+from benchmarks.gpu.engines import SHAPE_SECONDS, Limit, free_models, start
 from benchmarks.gpu.exactness import SECONDS, check_all_equal, compare_passes, compare_prefills
 from benchmarks.gpu.part import TINY, Findings, Settings
 from benchmarks.gpu.steps import add_steps
@@ -25,9 +22,7 @@ def measure_mixtures(settings: Settings, findings: Findings) -> None:
     """Compare and time random models of a few layers."""
     for shape in MODELS:
         measure_model(replace(settings, target=shape), findings, TINY_CHANGES if settings.rehearse else CHANGES)
-        gc.collect()
-        if torch.device(settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        free_models()
     check_all_equal(findings)
 
 
